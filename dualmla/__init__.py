@@ -3,8 +3,35 @@
 Importing this package needs torch alone, touches no device and reads no environment variable.
 """
 
+from dualmla.backends.aiter import AiterMLABackend, AiterMLAImpl
+from dualmla.backends.base import BackendReport, BackendUnavailable, MLABackend
+from dualmla.backends.reference import ReferenceMLABackend, ReferenceMLAImpl
+from dualmla.backends.triton import TritonMLABackend, TritonMLAImpl
 from dualmla.config import MLAConfig
+from dualmla.metadata import MLAMetadata, MLAMetadataBuilder, decode_metadata
+from dualmla.ops import concat_and_cache_mla, mla_decode
+from dualmla.selection import explain, is_aiter_mla_enabled, register_backend, select_backend
 
 __version__ = "0.1.0"
 
-__all__ = ["MLAConfig"]
+__all__ = [
+    "AiterMLABackend",
+    "AiterMLAImpl",
+    "BackendReport",
+    "BackendUnavailable",
+    "MLABackend",
+    "MLAConfig",
+    "MLAMetadata",
+    "MLAMetadataBuilder",
+    "ReferenceMLABackend",
+    "ReferenceMLAImpl",
+    "TritonMLABackend",
+    "TritonMLAImpl",
+    "concat_and_cache_mla",
+    "decode_metadata",
+    "explain",
+    "is_aiter_mla_enabled",
+    "mla_decode",
+    "register_backend",
+    "select_backend",
+]

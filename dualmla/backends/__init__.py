@@ -1,0 +1,1 @@
+"""The implementations. They never import each other; `dualmla.selection` knows them all."""

@@ -1,0 +1,171 @@
+"""What a backend is: five hooks, the attention functions, and the reasons it can't be used.
+
+A backend is a class that is never instantiated: a name for a set of class methods, as engines pass them around.
+Everything a backend is handed has been validated; outputs are allocated by the caller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from dualmla.attention import MLAImpl
+from dualmla.config import MLAConfig
+from dualmla.metadata import MLAMetadata, MLAMetadataBuilder
+
+
+class BackendUnavailable(RuntimeError):  # noqa: N818 - a state, not a mistake
+    """A backend that was asked for can't be used.
+
+    Attributes:
+        reasons: one sentence each.
+    """
+
+    def __init__(self, name: str, reasons: list[str]) -> None:
+        super().__init__(f"backend {name!r} can't be used: " + "; ".join(reasons))
+        self.reasons = reasons
+
+
+@dataclass(frozen=True)
+class BackendReport:
+    """Whether a backend can be used for a config on a device.
+
+    Attributes:
+        name: as in `DUALMLA_BACKEND`.
+        usable: no reason against it.
+        reasons: one sentence each, with the value met and what would work.
+    """
+
+    name: str
+    usable: bool
+    reasons: list[str]
+
+
+@dataclass(frozen=True)
+class DecodeCall:
+    """What a backend needs to know of one decode to refuse it before anything is launched.
+
+    Attributes:
+        device: of every tensor.
+        dtype, kv_cache_dtype: of the queries and of the cache.
+        num_heads, kv_lora_rank, qk_rope_head_dim: sizes.
+        page_size: tokens a page.
+        batch_size: requests.
+        max_query_len: most new tokens a request.
+        cache_bytes: of the whole latent cache.
+        causal: bottom-right causal mask.
+        return_lse: the caller wants the LSE.
+        fixed_splits: the caller fixed the number of KV splits.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    kv_cache_dtype: torch.dtype
+    num_heads: int
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    page_size: int
+    batch_size: int
+    max_query_len: int
+    cache_bytes: int
+    causal: bool
+    return_lse: bool
+    fixed_splits: bool
+
+    @classmethod
+    def of(
+        cls,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        meta: MLAMetadata,
+        *,
+        kv_lora_rank: int,
+        causal: bool,
+        return_lse: bool,
+        num_kv_splits: int | None,
+    ) -> DecodeCall:
+        """Described from the arguments of `MLABackend.mla_decode`."""
+        return cls(
+            device=q.device,
+            dtype=q.dtype,
+            kv_cache_dtype=kv_cache.dtype,
+            num_heads=q.shape[1],
+            kv_lora_rank=kv_lora_rank,
+            qk_rope_head_dim=q.shape[2] - kv_lora_rank,
+            page_size=kv_cache.shape[1],
+            batch_size=meta.num_reqs,
+            max_query_len=meta.max_query_len,
+            cache_bytes=kv_cache.numel() * kv_cache.element_size(),
+            causal=causal,
+            return_lse=return_lse,
+            fixed_splits=num_kv_splits is not None,
+        )
+
+
+class MLABackend:
+    """Base of the backends: hooks with the shared answers, and the signatures to implement."""
+
+    name: ClassVar[str]
+    """Short name, as in `DUALMLA_BACKEND` and `select_backend(backend=...)`."""
+
+    @staticmethod
+    def get_name() -> str:
+        """The engine-facing name, such as `TRITON_MLA`."""
+        raise NotImplementedError
+
+    @classmethod
+    def get_impl_cls(cls) -> type[MLAImpl]:
+        """The layer: `get_impl_cls()(cfg, w_uk, w_uv).forward(...)`."""
+        raise NotImplementedError
+
+    @classmethod
+    def get_metadata_cls(cls) -> type[MLAMetadata]:
+        return MLAMetadata
+
+    @classmethod
+    def get_builder_cls(cls) -> type[MLAMetadataBuilder]:
+        return MLAMetadataBuilder
+
+    @classmethod
+    def not_supported_reasons(cls, cfg: MLAConfig | None, device: torch.device) -> list[str]:
+        """Why the backend can't serve `cfg` on `device`; empty when it can. With cfg None: why it can't run there at all."""
+        raise NotImplementedError
+
+    @classmethod
+    def expected_on(cls, device: torch.device) -> bool:
+        """Whether a user of `device` would count on this backend, so that auto passing it over is worth a warning."""
+        return False
+
+    @classmethod
+    def decode_refusals(cls, call: DecodeCall) -> list[str]:
+        """Why this very decode can't be run on a device that `not_supported_reasons` accepts; empty when it can."""
+        return []
+
+    @classmethod
+    def mla_decode(
+        cls,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        meta: MLAMetadata,
+        softmax_scale: float,
+        *,
+        causal: bool,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        k_scale: float | torch.Tensor,
+        num_kv_splits: int | None,
+    ) -> None:
+        """Absorbed attention over the latent cache; writes every row of `out` [T, H, kv_lora_rank] and `lse` fp32 [H, T].
+
+        q [T, H, latent_dim], kv_cache [num_pages, page_size, latent_dim]; rows without keys are 0 and -inf.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def concat_and_cache_mla(
+        cls, kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, *, k_scale: float | torch.Tensor
+    ) -> None:
+        """Write `[kv_c | k_pe] / k_scale` [T, latent_dim] to the slots of `slot_mapping` int64 [T]; -1 is skipped."""
+        raise NotImplementedError

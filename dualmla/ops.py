@@ -1,0 +1,124 @@
+"""The public functions: validate, pick the backend, call."""
+
+from __future__ import annotations
+
+import torch
+
+from dualmla.backends.base import DecodeCall
+from dualmla.config import COMPUTE_DTYPES
+from dualmla.metadata import MLAMetadata
+from dualmla.selection import backend_for_decode, backend_for_device
+from dualmla.validation import (
+    cache_dtypes,
+    check_cache,
+    check_k_scale,
+    check_meta,
+    check_scale,
+    check_slots,
+    check_tensor,
+    check_written,
+    split_latent,
+)
+
+BackendName = str | None
+
+MAX_KV_SPLITS = 1024
+"""More splits than any device has programs for; bounds the scratch that a caller can ask for."""
+
+
+def mla_decode(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    meta: MLAMetadata,
+    softmax_scale: float,
+    *,
+    causal: bool = True,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    k_scale: float | torch.Tensor | None = None,
+    num_kv_splits: int | None = None,
+    backend: BackendName = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Absorbed attention of a batch of decodes over the latent cache.
+
+    Arguments:
+        q: [T, H, kv_lora_rank + qk_rope_head_dim], W_UK already absorbed; bfloat16, float16 or float32.
+        kv_cache: [num_pages, page_size, kv_lora_rank + qk_rope_head_dim], of q's dtype or float8.
+        meta: `MLAMetadata.decode_metadata`, or what `decode_metadata()` returned; may describe fewer tokens than T.
+        softmax_scale: factor of the scores; never derived from a head dimension.
+        causal: query i of n sees the first seq_len - n + i + 1 tokens; else all of them.
+        out: [T, H, kv_lora_rank], written and returned when given.
+        return_lse: also return fp32 [H, T], natural log, of the scaled scores.
+        k_scale: what a float8 cache was divided by.
+        num_kv_splits: splits of every row, so that a row has the same bits alone and in a batch; None: balanced.
+        backend: None or "auto" for the selection policy, or a registered name.
+
+    Returns:
+        out, or (out, lse). Every row is written; rows without keys, padding included, are 0 and -inf.
+
+    Raises:
+        ValueError, TypeError: naming the argument, its value and what is allowed; nothing is launched then.
+        RuntimeError: the metadata is stale.
+        BackendUnavailable: a forced backend can't do this call.
+    """
+    check_tensor("q", q, rank=3, dtypes=COMPUTE_DTYPES, device=None)
+    tokens, heads, latent_dim = q.shape
+    if heads < 1:
+        raise ValueError("q must have at least one head, got shape " + str(list(q.shape)))
+    check_cache(kv_cache, cache_dtypes(q.dtype), q.device, latent_dim)
+    if not isinstance(meta, MLAMetadata):
+        raise TypeError(f"meta must be MLAMetadata, got {type(meta).__name__}")
+    check_meta(meta, num_tokens=tokens, num_heads=heads, dtype=q.dtype, kv_cache=kv_cache)
+    if meta.num_prefills:
+        raise ValueError(
+            f"meta holds {meta.num_prefills} prefills beside {meta.num_decodes} decodes; "
+            "mla_decode wants meta.decode_metadata and the tokens of the decodes"
+        )
+    rank = split_latent(latent_dim, meta)
+    scale = check_scale("softmax_scale", softmax_scale)
+    k_scale = check_k_scale(k_scale, q.device)
+    if num_kv_splits is not None and (not isinstance(num_kv_splits, int) or not 1 <= num_kv_splits <= MAX_KV_SPLITS):
+        raise ValueError(f"num_kv_splits must be None or an int from 1 to {MAX_KV_SPLITS}, got {num_kv_splits!r}")
+    if out is None:
+        out = torch.empty(tokens, heads, rank, dtype=q.dtype, device=q.device)
+    else:
+        check_tensor("out", out, rank=3, dtypes=(q.dtype,), device=q.device, shape=(tokens, heads, rank))
+        check_written("out", out)
+    lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device) if return_lse else None
+    call = DecodeCall.of(q, kv_cache, meta, kv_lora_rank=rank, causal=causal, return_lse=return_lse, num_kv_splits=num_kv_splits)
+    backend_for_decode(call, backend).mla_decode(
+        q, kv_cache, meta, scale, causal=causal, out=out, lse=lse, k_scale=k_scale, num_kv_splits=num_kv_splits
+    )
+    return out if lse is None else (out, lse)
+
+
+def concat_and_cache_mla(
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    k_scale: float | torch.Tensor | None = None,
+    backend: BackendName = None,
+) -> None:
+    """Write latent rows `[kv_c | k_pe]` into their slots of the paged cache, in place.
+
+    Arguments:
+        kv_c: [T, kv_lora_rank].
+        k_pe: [T, qk_rope_head_dim], of kv_c's dtype.
+        kv_cache: [num_pages, page_size, kv_lora_rank + qk_rope_head_dim], of kv_c's dtype or float8.
+        slot_mapping: int64 [<= T], `page * page_size + offset`; -1 is skipped.
+        k_scale: a float8 cache holds the row divided by it, saturated.
+        backend: None or "auto" for the selection policy, or a registered name.
+
+    Raises:
+        ValueError, TypeError: naming the argument, its value and what is allowed; nothing is written then.
+    """
+    check_tensor("kv_c", kv_c, rank=2, dtypes=COMPUTE_DTYPES, device=None)
+    device = kv_c.device
+    check_tensor("k_pe", k_pe, rank=2, dtypes=(kv_c.dtype,), device=device, shape=(kv_c.shape[0], None))
+    check_cache(kv_cache, cache_dtypes(kv_c.dtype), device, kv_c.shape[1] + k_pe.shape[1])
+    check_written("kv_cache", kv_cache)
+    check_slots(slot_mapping, kv_c.shape[0], kv_cache)
+    k_scale = check_k_scale(k_scale, device)
+    backend_for_device(device, backend).concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, k_scale=k_scale)

@@ -1,0 +1,181 @@
+"""Checks at the door: one place that says no, before any launch, naming the argument, its value and what is allowed.
+
+Functions and impls call these once; everything behind them trusts its arguments.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from dualmla.config import FLOAT8_DTYPES, check_latent_dims
+
+if TYPE_CHECKING:
+    from dualmla.metadata import MLAMetadata
+
+Shape = tuple[int | None, ...]
+
+
+def reads_allowed(tensor: torch.Tensor) -> bool:
+    """Whether the values of `tensor` may be looked at: always on a CPU, on a GPU (a sync) under DUALMLA_DEBUG=1 alone."""
+    return tensor.device.type == "cpu" or os.environ.get("DUALMLA_DEBUG", "") not in ("", "0")
+
+
+def checked_device(device: torch.device | str) -> torch.device:
+    """`device` with its index made explicit, so that it compares equal to a tensor's."""
+    device = torch.device(device)
+    if str(device) == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def check_scale(name: str, scale: object) -> float:
+    """A finite, positive Python number."""
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
+        raise TypeError(f"{name} must be a float, got {type(scale).__name__}: {scale!r}")
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"{name} must be finite and positive, got {scale}")
+    return float(scale)
+
+
+def check_k_scale(k_scale: float | torch.Tensor | None, device: torch.device) -> float | torch.Tensor:
+    """None becomes 1; a tensor is fp32 of one element on `device`."""
+    if k_scale is None:
+        return 1.0
+    if not isinstance(k_scale, torch.Tensor):
+        return check_scale("k_scale", k_scale)
+    if k_scale.dtype != torch.float32 or k_scale.numel() != 1 or k_scale.device != device:
+        raise ValueError(
+            f"k_scale must be a float or an fp32 tensor of one element on {device}, got {_short(k_scale.dtype)} "
+            f"{list(k_scale.shape)} on {k_scale.device}"
+        )
+    if k_scale.requires_grad:
+        raise ValueError("k_scale requires grad; dualmla computes no gradients")
+    return k_scale
+
+
+def check_index_tensor(
+    name: str, tensor: torch.Tensor, *, rank: int, device: torch.device | None, dtype: torch.dtype = torch.int32
+) -> None:
+    """`tensor` is an index tensor of `rank` dimensions with a dense last one, on `device` (None: anywhere)."""
+    check_tensor(name, tensor, rank=rank, dtypes=(dtype,), device=device)
+
+
+def check_tensor(
+    name: str,
+    tensor: object,
+    *,
+    rank: int,
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device | None,
+    shape: Shape | None = None,
+    dense: bool = True,
+) -> None:
+    """`tensor` has the rank, one of the dtypes, the device, the shape where one is given, and a dense last dimension.
+
+    Raises:
+        TypeError: not a tensor, or another dtype.
+        ValueError: another rank, shape, device or stride, or a gradient asked for.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name} must be {' or '.join(_short(d) for d in dtypes)}, got {_short(tensor.dtype)}")
+    if tensor.dim() != rank:
+        raise ValueError(f"{name} must have {rank} dimensions, got shape {list(tensor.shape)}")
+    if shape is not None and any(want is not None and want != got for want, got in zip(shape, tensor.shape, strict=True)):
+        wanted = ", ".join("any" if n is None else str(n) for n in shape)
+        raise ValueError(f"{name} must have shape [{wanted}], got {list(tensor.shape)}")
+    if device is not None and tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, it must be on {device} like the other tensors")
+    if dense and tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"{name} must be contiguous in its last dimension, got strides {tensor.stride()}")
+    if tensor.requires_grad:
+        raise ValueError(f"{name} requires grad; dualmla computes no gradients: detach it, or call under torch.inference_mode()")
+
+
+def check_written(name: str, tensor: torch.Tensor) -> None:
+    """`tensor` can be written: none of its elements share memory (as an expanded tensor's do)."""
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise ValueError(f"{name} is written, but its elements share memory: shape {list(tensor.shape)}, strides {tensor.stride()}")
+
+
+def check_cache(kv_cache: torch.Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device, latent_dim: int | None = None) -> None:
+    """`kv_cache` is [num_pages, page_size, latent_dim] of one of the dtypes."""
+    check_tensor("kv_cache", kv_cache, rank=3, dtypes=dtypes, device=device, shape=(None, None, latent_dim))
+    if kv_cache.shape[1] < 1:
+        raise ValueError(f"kv_cache must be [num_pages, page_size, latent_dim], got {list(kv_cache.shape)}")
+
+
+def check_slots(slot_mapping: torch.Tensor, num_tokens: int, kv_cache: torch.Tensor) -> None:
+    """`slot_mapping` is int64 [<= num_tokens] of slots of the cache or -1; the values are looked at where that costs no sync."""
+    check_index_tensor("slot_mapping", slot_mapping, rank=1, device=kv_cache.device, dtype=torch.int64)
+    if slot_mapping.shape[0] > num_tokens:
+        raise ValueError(f"slot_mapping has {slot_mapping.shape[0]} slots, there are {num_tokens} tokens")
+    slots = kv_cache.shape[0] * kv_cache.shape[1]
+    if slot_mapping.numel() and reads_allowed(slot_mapping):
+        least, most = int(slot_mapping.min()), int(slot_mapping.max())
+        if least < -1 or most >= slots:
+            raise ValueError(f"slot_mapping must be -1 or 0..{slots - 1}, got values from {least} to {most}")
+
+
+def cache_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """What a latent cache may hold beside activations of `dtype`."""
+    return (dtype, *FLOAT8_DTYPES)
+
+
+def split_latent(latent_dim: int, meta: MLAMetadata) -> int:
+    """kv_lora_rank of rows of `latent_dim`: the config's, or the largest power of two that leaves a rope part."""
+    if meta.config is not None:
+        if meta.config.latent_dim != latent_dim:
+            raise ValueError(
+                f"kv_cache has rows of {latent_dim}, the metadata was built for kv_lora_rank + qk_rope_head_dim = {meta.config.latent_dim}"
+            )
+        return meta.config.kv_lora_rank
+    rank = min(1 << (max(latent_dim - 16, 1).bit_length() - 1), 512)
+    check_latent_dims(rank, latent_dim - rank)
+    return rank
+
+
+def check_meta(meta: MLAMetadata, *, num_tokens: int, num_heads: int, dtype: torch.dtype, kv_cache: torch.Tensor) -> None:
+    """`meta` is current and was made for these tensors; page ids are looked at where that costs no sync."""
+    meta.check_current()
+    if meta.device != kv_cache.device:
+        raise ValueError(f"the metadata is on {meta.device}, kv_cache on {kv_cache.device}")
+    if meta.page_size != kv_cache.shape[1]:
+        raise ValueError(f"kv_cache has pages of {kv_cache.shape[1]} tokens, the metadata was built for page_size={meta.page_size}")
+    if meta.num_tokens > num_tokens:
+        raise ValueError(f"q has {num_tokens} tokens, the metadata describes {meta.num_tokens}")
+    config = meta.config
+    if config is not None:
+        for name, got, want in (
+            ("num_heads", num_heads, config.num_heads),
+            ("dtype", dtype, config.dtype),
+            ("kv_cache_dtype", kv_cache.dtype, config.cache_dtype),
+        ):
+            if got != want:
+                raise ValueError(f"{name} is {got}, the metadata was built for a config of {name}={want}")
+    if reads_allowed(meta.block_table):
+        _check_pages(meta, kv_cache.shape[0])
+
+
+def _check_pages(meta: MLAMetadata, num_pages: int) -> None:
+    """Every page id inside a live length is one of the cache's, and qo_indptr is monotone."""
+    if bool((meta.qo_indptr.diff() < 0).any()):
+        raise ValueError(f"qo_indptr must not decrease, got {meta.qo_indptr.tolist()}")
+    column = torch.arange(meta.block_table.shape[1], device=meta.device)
+    live = column < ((meta.seq_lens + meta.page_size - 1) // meta.page_size)[:, None]
+    wrong = live & ((meta.block_table < 0) | (meta.block_table >= num_pages))
+    if bool(wrong.any()):
+        request, page = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"block_table[{request}, {page}] is {int(meta.block_table[request, page])}, inside the live length of request {request}; "
+            f"kv_cache has pages 0..{num_pages - 1}"
+        )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,258 @@
+"""Absorbed MLA decode over a paged latent cache: split-KV flash attention where the key row is also the value row.
+
+A query token has H heads, all attending to the same latent rows, so the (token, head) pairs of a request are the rows
+of one matrix product. For BM such rows and the keys t of a tile of BN:
+
+    s  = c * (q_latent k_latent^T + q_rope k_rope^T)      c = softmax_scale * k_scale * log2(e): exp2 is the native one
+    m' = max(m, max_t s);  p = 2^(s - m');  a = 2^(m - m')
+    l  = a l + sum_t p;    acc = a acc + p k_latent;      m = m'
+
+and at the end out = acc / l * k_scale, lse = (m + log2 l) ln 2. A row that has seen no key keeps m = -inf, l = 0: 0 and -inf.
+
+Programs walk the pieces of a split plan (plan.py). A request in one piece is written directly; the pieces of a split one
+are left in fp32 as out and base-2 lse, and `combine` weighs them by 2^(lse - max lse).
+
+Shapes: T tokens, H heads, D = kv_lora_rank, R = qk_rope_head_dim.
+    q [T, H, D + R], kv_cache [num_pages, PAGE, D + R], block_table int32 [num_reqs, max_pages], seq_lens int32 [num_reqs],
+    qo_indptr int32 [num_reqs + 1], out [T, H, D], lse fp32 [H, T]; partial_out fp32 [slots, G * BM, D], partial_lse [slots, G * BM]
+    where G = cdiv(H * max_query_len, BM) groups of rows.
+The last dimension is dense everywhere, other strides are arguments; offsets are int64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from dualmla_kernels.launch import launch
+from dualmla_kernels.numerics import cast, dot
+from dualmla_kernels.plan import balanced_plan, fixed_plan
+
+LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _decode(
+    q_ptr, kv_ptr, block_table_ptr, seq_lens_ptr, qo_indptr_ptr, pieces_of_part_ptr, pieces_ptr,
+    out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, k_scale_ptr,
+    softmax_scale, k_scale, num_reqs, num_tokens, table_stride,
+    q_token_stride, q_head_stride, page_stride, slot_stride, out_token_stride, out_head_stride, lse_head_stride, lse_token_stride,
+    H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, R_PADDED: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Program (group, part): the pieces of `part` for rows `group * BM` on of each request.
+
+    Groups come first, so that programs that read the same keys run at the same time.
+    """
+    group, part = tl.program_id(0), tl.program_id(1)
+    groups, parts = tl.num_programs(0), tl.num_programs(1)
+    if k_scale_ptr is not None:
+        k_scale *= tl.load(k_scale_ptr)
+    c = softmax_scale * k_scale * LOG2E
+    row = group * BM + tl.arange(0, BM)  # (token, head) pair within a request
+    token, head = row // H, row % H
+    od, orope, on = tl.arange(0, D), tl.arange(0, R_PADDED), tl.arange(0, BN)
+    in_rope = orope < R
+
+    for w in tl.range(tl.load(pieces_of_part_ptr + part), tl.load(pieces_of_part_ptr + part + 1), num_stages=1):
+        request = tl.load(pieces_ptr + 4 * w)
+        first_tile = tl.load(pieces_ptr + 4 * w + 1)
+        end_tile = tl.load(pieces_ptr + 4 * w + 2)
+        slot = tl.load(pieces_ptr + 4 * w + 3)
+        seq_len = tl.load(seq_lens_ptr + request)
+        first_token = tl.load(qo_indptr_ptr + request)
+        query_len = tl.load(qo_indptr_ptr + request + 1) - first_token
+        live = token < query_len
+        if CAUSAL:
+            limit = seq_len - query_len + token + 1
+            # the last token of this group sees the most
+            most = seq_len - query_len + tl.minimum((group * BM + BM - 1) // H + 1, query_len)
+            end_tile = tl.minimum(end_tile, tl.cdiv(tl.maximum(most, 0), BN))
+        else:
+            limit = tl.zeros([BM], tl.int32) + seq_len
+
+        q_row = q_ptr + (first_token + token).to(tl.int64) * q_token_stride + head.to(tl.int64) * q_head_stride
+        q = tl.load(q_row[:, None] + od[None, :], mask=live[:, None], other=0.0)
+        q_rope = tl.load(q_row[:, None] + (D + orope)[None, :], mask=live[:, None] & in_rope[None, :], other=0.0)
+        m = tl.full([BM], float("-inf"), tl.float32)
+        l = tl.zeros([BM], tl.float32)
+        acc = tl.zeros([BM, D], tl.float32)
+        pages = block_table_ptr + request.to(tl.int64) * table_stride
+
+        for t in tl.range(first_tile, end_tile, num_stages=STAGES):
+            key = t * BN + on
+            in_cache = key < seq_len
+            if PAGE % BN == 0:  # the tile lies in one page
+                page = tl.load(pages + (t * BN) // PAGE).to(tl.int64)
+                k_row = kv_ptr + page * page_stride + ((t * BN) % PAGE + on).to(tl.int64) * slot_stride
+            else:
+                page = tl.load(pages + key // PAGE, mask=in_cache, other=0).to(tl.int64)
+                k_row = kv_ptr + page * page_stride + (key % PAGE).to(tl.int64) * slot_stride
+            # slots past the end may hold anything: as values they would be multiplied by 0, and 0 * NaN is NaN
+            k = tl.load(k_row[:, None] + od[None, :], mask=in_cache[:, None], other=0.0).to(q.dtype)
+            k_rope = tl.load(k_row[:, None] + (D + orope)[None, :], mask=in_cache[:, None] & in_rope[None, :], other=0.0).to(q.dtype)
+            s = dot(q, tl.trans(k), tl.zeros([BM, BN], tl.float32), EXACT, PRECISION)
+            s = dot(q_rope, tl.trans(k_rope), s, EXACT, PRECISION) * c
+            s = tl.where(key[None, :] < limit[:, None], s, float("-inf"))
+            m_new = tl.maximum(m, tl.max(s, 1))
+            shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # no key yet: -inf - -inf would be NaN
+            p = tl.exp2(s - shift[:, None])
+            a = tl.exp2(m - shift)
+            l = l * a + tl.sum(p, 1)
+            acc = dot(cast(p, q.dtype, EXACT), k, acc * a[:, None], EXACT, PRECISION)
+            m = m_new
+
+        seen = l > 0.0
+        result = acc * (k_scale / tl.where(seen, l, 1.0))[:, None]
+        row_lse = tl.where(seen, m + tl.log2(tl.where(seen, l, 1.0)), float("-inf"))
+        if slot < 0:
+            out_row = out_ptr + (first_token + token).to(tl.int64) * out_token_stride + head * out_head_stride
+            tl.store(out_row[:, None] + od[None, :], cast(result, out_ptr.dtype.element_ty, EXACT), mask=live[:, None])
+            if lse_ptr is not None:
+                tl.store(lse_ptr + head.to(tl.int64) * lse_head_stride + (first_token + token) * lse_token_stride, row_lse * LN2, mask=live)
+        else:
+            partial = slot.to(tl.int64) * (groups * BM) + row
+            tl.store(partial_out_ptr + partial[:, None] * D + od[None, :], result, mask=live[:, None])
+            tl.store(partial_lse_ptr + partial, row_lse, mask=live)
+
+    # tokens that no request owns are padding: every row is written
+    end_token = tl.load(qo_indptr_ptr + num_reqs)
+    padding_rows = (num_tokens - end_token) * H
+    for first in tl.range((part * groups + group) * BM, padding_rows, parts * groups * BM, num_stages=1):
+        pad = first + tl.arange(0, BM)
+        token, head = (end_token + pad // H).to(tl.int64), (pad % H).to(tl.int64)
+        out_row = out_ptr + token * out_token_stride + head * out_head_stride
+        tl.store(out_row[:, None] + od[None, :], tl.zeros([BM, D], out_ptr.dtype.element_ty), mask=(pad < padding_rows)[:, None])
+        if lse_ptr is not None:
+            nothing = tl.full([BM], float("-inf"), tl.float32)
+            tl.store(lse_ptr + head * lse_head_stride + token * lse_token_stride, nothing, mask=pad < padding_rows)
+
+
+@triton.jit
+def _combine(
+    partial_out_ptr, partial_lse_ptr, splits_ptr, qo_indptr_ptr, out_ptr, lse_ptr, rows,
+    out_token_stride, out_head_stride, lse_head_stride, lse_token_stride,
+    H: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Program (row, split request, columns): the weighted sum of the request's pieces, BS at a time."""
+    row, split, column = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    request = tl.load(splits_ptr + 3 * split)
+    if request >= 0:
+        first_token = tl.load(qo_indptr_ptr + request)
+        token, head = first_token + row // H, row % H
+        if token < tl.load(qo_indptr_ptr + request + 1):
+            first, end = tl.load(splits_ptr + 3 * split + 1), tl.load(splits_ptr + 3 * split + 2)
+            od, piece = column * BD + tl.arange(0, BD), tl.arange(0, BS)
+            m = float("-inf")
+            for s in tl.range(first, end, BS):
+                slot = s + piece.to(tl.int64)
+                m = tl.maximum(m, tl.max(tl.load(partial_lse_ptr + slot * rows + row, mask=slot < end, other=float("-inf")), 0))
+            shift = tl.where(m == float("-inf"), 0.0, m)
+            l = 0.0
+            acc = tl.zeros([BD], tl.float32)
+            for s in tl.range(first, end, BS):
+                slot = s + piece.to(tl.int64)
+                weight = tl.exp2(tl.load(partial_lse_ptr + slot * rows + row, mask=slot < end, other=float("-inf")) - shift)
+                part = tl.load(partial_out_ptr + (slot * rows + row)[:, None] * D + od[None, :], mask=(slot < end)[:, None], other=0.0)
+                acc += tl.sum(part * weight[:, None], 0)
+                l += tl.sum(weight, 0)
+            seen = l > 0.0
+            total = tl.where(seen, l, 1.0)
+            out_row = out_ptr + token.to(tl.int64) * out_token_stride + head * out_head_stride
+            tl.store(out_row + od, cast(acc / total, out_ptr.dtype.element_ty, EXACT))
+            if lse_ptr is not None and column == 0:
+                row_lse = tl.where(seen, (m + tl.log2(total)) * LN2, float("-inf"))
+                tl.store(lse_ptr + head.to(tl.int64) * lse_head_stride + token * lse_token_stride, row_lse)
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """How the kernel is compiled: rows and keys a tile, pipeline stages, warps, programs for the whole device."""
+
+    block_m: int
+    block_n: int
+    stages: int
+    warps: int
+    programs: int
+
+
+def decode_config(rows: int, dtype: torch.dtype, device: torch.device) -> DecodeConfig:
+    """The configuration for `rows` (token, head) pairs a request. Evidence: docs/performance.md."""
+    wide = rows > 16
+    if device.type == "cpu":
+        # four programs, so that split rows are met in small tests too
+        return DecodeConfig(block_m=64 if wide else 16, block_n=64, stages=1, warps=1, programs=4)
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return DecodeConfig(block_m=64 if wide else 16, block_n=32, stages=1, warps=4, programs=properties.multi_processor_count)
+    if dtype == torch.float32:
+        return DecodeConfig(block_m=16, block_n=32, stages=2, warps=4, programs=properties.multi_processor_count)
+    if wide:
+        return DecodeConfig(block_m=64, block_n=64, stages=2, warps=8, programs=properties.multi_processor_count)
+    return DecodeConfig(block_m=16, block_n=64, stages=3, warps=4, programs=properties.multi_processor_count)
+
+
+def mla_decode(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    max_query_len: int,
+    softmax_scale: float,
+    *,
+    causal: bool,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    k_scale: float | torch.Tensor = 1.0,
+    num_kv_splits: int | None = None,
+) -> None:
+    """Write `out` and `lse`; shapes as in the module's docstring, arguments trusted.
+
+    Arguments:
+        max_query_len: an upper bound of the query lengths, known on the host.
+        k_scale: what an fp8 cache was divided by; a float or fp32 tensor of one element on the device.
+        num_kv_splits: pieces of every request; None: a balanced plan.
+    """
+    num_tokens, heads, rank = out.shape
+    num_reqs = seq_lens.shape[0]
+    rope = q.shape[2] - rank
+    if num_reqs == 0 or max_query_len == 0:
+        out.zero_()
+        if lse is not None:
+            lse.fill_(float("-inf"))
+        return
+    # a fixed split promises the same bits whatever else is in the batch: nothing may depend on the batch then
+    rows = heads * (max_query_len if num_kv_splits is None else 1)
+    config = decode_config(rows, q.dtype, q.device)
+    groups = triton.cdiv(heads * max_query_len, config.block_m)
+    if num_kv_splits is None:
+        plan = balanced_plan(seq_lens, parts=max(config.programs // groups, 1), tile=config.block_n)
+    else:
+        plan = fixed_plan(seq_lens, splits=num_kv_splits, tile=config.block_n)
+    device = q.device
+    exact = device.type == "cpu"
+    partial_rows = groups * config.block_m
+    partial_out = torch.empty(plan.slots, partial_rows, rank, dtype=torch.float32, device=device)
+    partial_lse = torch.empty(plan.slots, partial_rows, dtype=torch.float32, device=device)
+    lse_strides = (0, 0) if lse is None else lse.stride()
+    on_device = isinstance(k_scale, torch.Tensor)
+    launch(
+        _decode, (groups, plan.parts), device,
+        q, kv_cache, block_table, seq_lens, qo_indptr, plan.pieces_of_part, plan.pieces,
+        out, lse, partial_out, partial_lse, k_scale if on_device else None,
+        softmax_scale, 1.0 if on_device else k_scale, seq_lens.shape[0], num_tokens, block_table.stride(0),
+        q.stride(0), q.stride(1), kv_cache.stride(0), kv_cache.stride(1), out.stride(0), out.stride(1), *lse_strides,
+        H=heads, D=rank, R=rope, R_PADDED=triton.next_power_of_2(rope), PAGE=kv_cache.shape[1], CAUSAL=causal,
+        BM=config.block_m, BN=config.block_n, STAGES=config.stages, EXACT=exact,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=config.warps,
+    )  # fmt: skip
+    launch(
+        _combine, (heads * max_query_len, plan.splits.shape[0], 1), device,
+        partial_out, partial_lse, plan.splits, qo_indptr, out, lse, partial_rows, out.stride(0), out.stride(1), *lse_strides,
+        H=heads, D=rank, BS=8, BD=rank, EXACT=exact, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,76 @@
+"""Launching a kernel where its tensors are: on a GPU as compiled code, on a CPU in Triton's interpreter.
+
+Triton decides at decoration time whether a function is compiled or interpreted, by an environment variable that would
+have to be set before anybody imports it. Here the decision is made at launch, for our kernels alone: an interpreted
+twin of the kernel is made once. While it runs, the functions it calls (`tl.max`, `tl.sum`, ... are themselves compiled
+functions once triton was imported for compiling) are replaced by interpreted twins too. Afterwards everything that was
+replaced, by us or by the interpreter itself, is put back: the user's own kernels never change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+# One interpreted launch at a time: the interpreter keeps its program ids and its patches in module globals.
+_interpreter_lock = threading.RLock()
+
+
+def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **kwargs: Any) -> None:
+    """Run `kernel[grid](*args, **kwargs)` with `device` current. The interpreter ignores launch options."""
+    if device.type == "cpu":
+        with _interpreter_lock, _interpreting():
+            _interpreted(kernel)[grid](*args, **kwargs)
+    elif device.index == torch.cuda.current_device():
+        kernel[grid](*args, **kwargs)
+    else:
+        with torch.cuda.device(device):
+            kernel[grid](*args, **kwargs)
+
+
+def _interpreted(function: Any) -> Any:
+    """The interpreted twin of a `@triton.jit` function; the function itself where it is one (TRITON_INTERPRET=1)."""
+    return _twin(function.fn) if isinstance(function, JITFunction) else function
+
+
+@functools.cache
+def _twin(function: Callable[..., Any]) -> Any:
+    from triton.runtime.interpreter import InterpretedFunction  # needs numpy: imported when first used
+
+    return InterpretedFunction(function)
+
+
+@contextlib.contextmanager
+def _interpreting() -> Iterator[None]:
+    """Within: every `@triton.jit` function that our kernels can name is its interpreted twin."""
+    # the interpreter imports Gluon at its first launch, and Gluon wants the compiled functions: now, before they are replaced
+    import triton.experimental.gluon  # noqa: F401
+
+    scopes = list(_scopes())
+    before = [dict(vars(scope)) for scope in scopes]
+    try:
+        for scope, names in zip(scopes, before, strict=True):
+            for name, value in names.items():
+                if isinstance(value, JITFunction):
+                    setattr(scope, name, _interpreted(value))
+        yield
+    finally:
+        for scope, names in zip(scopes, before, strict=True):
+            now = vars(scope)
+            for name, value in names.items():  # names that are new stay: the interpreter's rewritten functions use them
+                if now.get(name) is not value:
+                    setattr(scope, name, value)
+
+
+def _scopes() -> Iterator[Any]:
+    """Every module and class whose names our kernels, or the interpreter on their behalf, replace."""
+    yield from (tl, tl.core, tl.standard, tl.math, tl.tensor, tl.dtype, tl.condition, tl.core.tensor_descriptor_base)
+    yield from (module for name, module in list(sys.modules.items()) if name.startswith("dualmla_kernels."))
