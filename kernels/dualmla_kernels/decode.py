@@ -29,7 +29,7 @@ import triton.language as tl
 
 from dualmla_kernels.launch import launch
 from dualmla_kernels.numerics import cast, dot
-from dualmla_kernels.plan import balanced_plan, fixed_plan
+from dualmla_kernels.plan import SplitPlan, balanced_plan, fixed_plan
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -196,6 +196,28 @@ def decode_config(rows: int, dtype: torch.dtype, device: torch.device) -> Decode
     return DecodeConfig(block_m=16, block_n=64, stages=3, warps=4, programs=properties.multi_processor_count)
 
 
+def plan_decode(
+    seq_lens: torch.Tensor, *, num_heads: int, max_query_len: int, dtype: torch.dtype, num_kv_splits: int | None = None
+) -> SplitPlan:
+    """The split plan of a decode over int32 `seq_lens` [num_reqs], on their device; made once a step, used by every layer.
+
+    Arguments:
+        max_query_len: an upper bound of the query lengths.
+        dtype: of the queries.
+        num_kv_splits: pieces of every request; None: equal shares of the device.
+    """
+    config = decode_config(_config_rows(num_heads, max_query_len, num_kv_splits), dtype, seq_lens.device)
+    if num_kv_splits is not None:
+        return fixed_plan(seq_lens, splits=num_kv_splits, tile=config.block_n)
+    groups = triton.cdiv(num_heads * max_query_len, config.block_m)
+    return balanced_plan(seq_lens, parts=max(config.programs // groups, 1), tile=config.block_n)
+
+
+def _config_rows(num_heads: int, max_query_len: int, num_kv_splits: int | None) -> int:
+    """Rows that the configuration is chosen by. A fixed split promises a row the same bits whatever else is in the batch."""
+    return num_heads * (max_query_len if num_kv_splits is None else 1)
+
+
 def mla_decode(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -210,6 +232,7 @@ def mla_decode(
     lse: torch.Tensor | None,
     k_scale: float | torch.Tensor = 1.0,
     num_kv_splits: int | None = None,
+    plan: SplitPlan | None = None,
 ) -> None:
     """Write `out` and `lse`; shapes as in the module's docstring, arguments trusted.
 
@@ -217,6 +240,7 @@ def mla_decode(
         max_query_len: an upper bound of the query lengths, known on the host.
         k_scale: what an fp8 cache was divided by; a float or fp32 tensor of one element on the device.
         num_kv_splits: pieces of every request; None: a balanced plan.
+        plan: what `plan_decode` made for these lengths; None: made here.
     """
     num_tokens, heads, rank = out.shape
     num_reqs = seq_lens.shape[0]
@@ -226,14 +250,10 @@ def mla_decode(
         if lse is not None:
             lse.fill_(float("-inf"))
         return
-    # a fixed split promises the same bits whatever else is in the batch: nothing may depend on the batch then
-    rows = heads * (max_query_len if num_kv_splits is None else 1)
-    config = decode_config(rows, q.dtype, q.device)
+    config = decode_config(_config_rows(heads, max_query_len, num_kv_splits), q.dtype, q.device)
     groups = triton.cdiv(heads * max_query_len, config.block_m)
-    if num_kv_splits is None:
-        plan = balanced_plan(seq_lens, parts=max(config.programs // groups, 1), tile=config.block_n)
-    else:
-        plan = fixed_plan(seq_lens, splits=num_kv_splits, tile=config.block_n)
+    if plan is None:
+        plan = plan_decode(seq_lens, num_heads=heads, max_query_len=max_query_len, dtype=q.dtype, num_kv_splits=num_kv_splits)
     device = q.device
     exact = device.type == "cpu"
     partial_rows = groups * config.block_m
