@@ -36,13 +36,56 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def _page_ids(pages, t, on, seq_len, PAGE: tl.constexpr, BN: tl.constexpr):
+    """Page ids of tile t: one where a tile lies in one page, else one a key. What lies past the last live page is never read."""
+    last = tl.maximum(seq_len - 1, 0)
+    key = t * BN if PAGE % BN == 0 else t * BN + on
+    return tl.load(pages + tl.minimum(key, last) // PAGE)
+
+
+@triton.jit
+def _attend_tile(
+    t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, c, limit, seq_len, on, od, orope,
+    D: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    MASKED: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Tile t into (m, l, acc). MASKED: some row does not see all of its keys."""
+    page = ids.to(tl.int64)
+    row = on
+    if MASKED:
+        # Slots past the end may hold anything, and as values they are multiplied by 0 where 0 * NaN is NaN: read the last live row
+        row = tl.minimum(on, seq_len - 1 - t * BN)
+    if PAGE % BN == 0:
+        k_tile = kv_ptr + page * page_stride + (t * BN) % PAGE * SLOT
+        k = tl.load(k_tile + (row[:, None] * SLOT + od[None, :])).to(q.dtype)
+        k_rope = tl.load(k_tile + (row[:, None] * SLOT + (D + orope)[None, :]), mask=(orope < R)[None, :], other=0.0).to(q.dtype)
+    else:
+        k_row = kv_ptr + page * page_stride + (t * BN + row) % PAGE * SLOT
+        k = tl.load(k_row[:, None] + od[None, :]).to(q.dtype)
+        k_rope = tl.load(k_row[:, None] + (D + orope)[None, :], mask=(orope < R)[None, :], other=0.0).to(q.dtype)
+    s = dot(q, tl.trans(k), tl.zeros([BM, BN], tl.float32), EXACT)
+    s = dot(q_rope, tl.trans(k_rope), s, EXACT)
+    if MASKED:
+        s = tl.where((t * BN + on)[None, :] < limit[:, None], s, float("-inf"))
+    m_new = tl.maximum(m, tl.max(s, 1) * c)
+    shift = m_new
+    if MASKED:
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # no key yet: -inf - -inf would be NaN
+    p = tl.exp2(s * c - shift[:, None])
+    a = tl.exp2(m - shift)
+    l = l * a + tl.sum(p, 1)
+    acc = dot(cast(p, q.dtype, EXACT), k, acc * a[:, None], EXACT)
+    return m_new, l, acc
+
+
+@triton.jit
 def _decode(
     q_ptr, kv_ptr, block_table_ptr, seq_lens_ptr, qo_indptr_ptr, pieces_of_part_ptr, pieces_ptr,
     out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, k_scale_ptr,
     softmax_scale, k_scale, num_reqs, num_tokens, table_stride,
-    q_token_stride, q_head_stride, page_stride, slot_stride, out_token_stride, out_head_stride, lse_head_stride, lse_token_stride,
-    H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, R_PADDED: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    q_token_stride, q_head_stride, page_stride, out_token_stride, out_head_stride, lse_head_stride, lse_token_stride,
+    H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, R_PADDED: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr, CAUSAL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Program (group, part): the pieces of `part` for rows `group * BM` on of each request.
 
@@ -56,7 +99,6 @@ def _decode(
     row = group * BM + tl.arange(0, BM)  # (token, head) pair within a request
     token, head = row // H, row % H
     od, orope, on = tl.arange(0, D), tl.arange(0, R_PADDED), tl.arange(0, BN)
-    in_rope = orope < R
 
     for w in tl.range(tl.load(pieces_of_part_ptr + part), tl.load(pieces_of_part_ptr + part + 1), num_stages=1):
         request = tl.load(pieces_ptr + 4 * w)
@@ -67,44 +109,36 @@ def _decode(
         first_token = tl.load(qo_indptr_ptr + request)
         query_len = tl.load(qo_indptr_ptr + request + 1) - first_token
         live = token < query_len
+        # row i of the request sees the keys below limit[i]; least and most are those of this group
         if CAUSAL:
             limit = seq_len - query_len + token + 1
-            # the last token of this group sees the most
+            least = seq_len - query_len + group * BM // H + 1
             most = seq_len - query_len + tl.minimum((group * BM + BM - 1) // H + 1, query_len)
             end_tile = tl.minimum(end_tile, tl.cdiv(tl.maximum(most, 0), BN))
         else:
             limit = tl.zeros([BM], tl.int32) + seq_len
+            least = seq_len
 
         q_row = q_ptr + (first_token + token).to(tl.int64) * q_token_stride + head.to(tl.int64) * q_head_stride
         q = tl.load(q_row[:, None] + od[None, :], mask=live[:, None], other=0.0)
-        q_rope = tl.load(q_row[:, None] + (D + orope)[None, :], mask=live[:, None] & in_rope[None, :], other=0.0)
+        q_rope = tl.load(q_row[:, None] + (D + orope)[None, :], mask=live[:, None] & (orope < R)[None, :], other=0.0)
         m = tl.full([BM], float("-inf"), tl.float32)
         l = tl.zeros([BM], tl.float32)
         acc = tl.zeros([BM, D], tl.float32)
         pages = block_table_ptr + request.to(tl.int64) * table_stride
 
-        for t in tl.range(first_tile, end_tile, num_stages=STAGES):
-            key = t * BN + on
-            in_cache = key < seq_len
-            if PAGE % BN == 0:  # the tile lies in one page
-                page = tl.load(pages + (t * BN) // PAGE).to(tl.int64)
-                k_row = kv_ptr + page * page_stride + ((t * BN) % PAGE + on).to(tl.int64) * slot_stride
-            else:
-                page = tl.load(pages + key // PAGE, mask=in_cache, other=0).to(tl.int64)
-                k_row = kv_ptr + page * page_stride + (key % PAGE).to(tl.int64) * slot_stride
-            # slots past the end may hold anything: as values they would be multiplied by 0, and 0 * NaN is NaN
-            k = tl.load(k_row[:, None] + od[None, :], mask=in_cache[:, None], other=0.0).to(q.dtype)
-            k_rope = tl.load(k_row[:, None] + (D + orope)[None, :], mask=in_cache[:, None] & in_rope[None, :], other=0.0).to(q.dtype)
-            s = dot(q, tl.trans(k), tl.zeros([BM, BN], tl.float32), EXACT, PRECISION)
-            s = dot(q_rope, tl.trans(k_rope), s, EXACT, PRECISION) * c
-            s = tl.where(key[None, :] < limit[:, None], s, float("-inf"))
-            m_new = tl.maximum(m, tl.max(s, 1))
-            shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # no key yet: -inf - -inf would be NaN
-            p = tl.exp2(s - shift[:, None])
-            a = tl.exp2(m - shift)
-            l = l * a + tl.sum(p, 1)
-            acc = dot(cast(p, q.dtype, EXACT), k, acc * a[:, None], EXACT, PRECISION)
-            m = m_new
+        # page ids are read a tile early: a load that waits for another load can't be pipelined as deep
+        ids = _page_ids(pages, first_tile, on, seq_len, PAGE, BN)
+        whole = tl.minimum(end_tile, tl.maximum(least, 0) // BN)
+        for t in tl.range(first_tile, whole, num_stages=STAGES):
+            next_ids = _page_ids(pages, t + 1, on, seq_len, PAGE, BN)
+            m, l, acc = _attend_tile(t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, c, limit, seq_len, on, od, orope,
+                                     D, R, PAGE, SLOT, BM, BN, False, EXACT)  # fmt: skip
+            ids = next_ids
+        for t in tl.range(tl.maximum(first_tile, whole), end_tile, num_stages=STAGES):
+            ids = _page_ids(pages, t, on, seq_len, PAGE, BN)
+            m, l, acc = _attend_tile(t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, c, limit, seq_len, on, od, orope,
+                                     D, R, PAGE, SLOT, BM, BN, True, EXACT)  # fmt: skip
 
         seen = l > 0.0
         result = acc * (k_scale / tl.where(seen, l, 1.0))[:, None]
@@ -122,14 +156,15 @@ def _decode(
     # tokens that no request owns are padding: every row is written
     end_token = tl.load(qo_indptr_ptr + num_reqs)
     padding_rows = (num_tokens - end_token) * H
-    for first in tl.range((part * groups + group) * BM, padding_rows, parts * groups * BM, num_stages=1):
-        pad = first + tl.arange(0, BM)
-        token, head = (end_token + pad // H).to(tl.int64), (pad % H).to(tl.int64)
-        out_row = out_ptr + token * out_token_stride + head * out_head_stride
-        tl.store(out_row[:, None] + od[None, :], tl.zeros([BM, D], out_ptr.dtype.element_ty), mask=(pad < padding_rows)[:, None])
+    for first_pad in tl.range((part * groups + group) * BM, padding_rows, parts * groups * BM, num_stages=1):
+        pad = first_pad + tl.arange(0, BM)
+        pad_token, pad_head = (end_token + pad // H).to(tl.int64), (pad % H).to(tl.int64)
+        is_padding = pad < padding_rows
+        pad_row = out_ptr + pad_token * out_token_stride + pad_head * out_head_stride
+        tl.store(pad_row[:, None] + od[None, :], tl.zeros([BM, D], out_ptr.dtype.element_ty), mask=is_padding[:, None])
         if lse_ptr is not None:
             nothing = tl.full([BM], float("-inf"), tl.float32)
-            tl.store(lse_ptr + head * lse_head_stride + token * lse_token_stride, nothing, mask=pad < padding_rows)
+            tl.store(lse_ptr + pad_head * lse_head_stride + pad_token * lse_token_stride, nothing, mask=is_padding)
 
 
 @triton.jit
@@ -245,7 +280,7 @@ def mla_decode(
     num_tokens, heads, rank = out.shape
     num_reqs = seq_lens.shape[0]
     rope = q.shape[2] - rank
-    if num_reqs == 0 or max_query_len == 0:
+    if num_reqs == 0 or max_query_len == 0 or block_table.shape[1] == 0:
         out.zero_()
         if lse is not None:
             lse.fill_(float("-inf"))
@@ -266,10 +301,9 @@ def mla_decode(
         q, kv_cache, block_table, seq_lens, qo_indptr, plan.pieces_of_part, plan.pieces,
         out, lse, partial_out, partial_lse, k_scale if on_device else None,
         softmax_scale, 1.0 if on_device else k_scale, seq_lens.shape[0], num_tokens, block_table.stride(0),
-        q.stride(0), q.stride(1), kv_cache.stride(0), kv_cache.stride(1), out.stride(0), out.stride(1), *lse_strides,
-        H=heads, D=rank, R=rope, R_PADDED=triton.next_power_of_2(rope), PAGE=kv_cache.shape[1], CAUSAL=causal,
-        BM=config.block_m, BN=config.block_n, STAGES=config.stages, EXACT=exact,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=config.warps,
+        q.stride(0), q.stride(1), kv_cache.stride(0), out.stride(0), out.stride(1), *lse_strides,
+        H=heads, D=rank, R=rope, R_PADDED=triton.next_power_of_2(rope), PAGE=kv_cache.shape[1], SLOT=kv_cache.stride(1), CAUSAL=causal,
+        BM=config.block_m, BN=config.block_n, STAGES=config.stages, EXACT=exact, num_warps=config.warps,
     )  # fmt: skip
     launch(
         _combine, (heads * max_query_len, plan.splits.shape[0], 1), device,

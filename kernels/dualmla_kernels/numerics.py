@@ -10,11 +10,11 @@ import triton.language as tl
 
 
 @triton.jit
-def dot(a, b, acc, EXACT: tl.constexpr, PRECISION: tl.constexpr):
-    """a @ b + acc in fp32; `PRECISION` "ieee" keeps fp32 operands from being cut to tf32."""
+def dot(a, b, acc, EXACT: tl.constexpr):
+    """a @ b + acc in fp32; fp32 operands are not cut to tf32."""
     if EXACT:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    return tl.dot(a, b, acc, input_precision=PRECISION)
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit
