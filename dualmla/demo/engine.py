@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-# Marks the unused entries of a block table: no cache has such a page, so reading one cannot go unseen.
+from dualmla.config import MLAConfig
+
+# Fills the unused entries of a block table: no cache has such a page, so reading one cannot go unseen.
 UNUSED_PAGE = 2147480000
 
 
@@ -20,11 +21,13 @@ UNUSED_PAGE = 2147480000
 class Request:
     """A prompt and what has been decoded after it.
 
-    `logits[i]` [vocab], float32 on the CPU, are those that `generated[i]` is the maximum of. `num_cached` tokens have their
-    latent rows in the `pages`, in order.
+    `logits[i]` [vocab], float32 on the CPU, are those that `generated[i]` is the maximum of. With `forced` the model is fed
+    these tokens in place of its own, and `generated` is what it would have said. `num_cached` tokens are in the cache; dualmla
+    keeps their latent rows in the `pages`, in order.
     """
 
     prompt: Sequence[int]
+    forced: Sequence[int] | None = None
     generated: list[int] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
@@ -32,39 +35,56 @@ class Request:
 
     @property
     def pending(self) -> list[int]:
-        """The tokens that have no latent row yet: the prompt at first, then the token decoded last."""
-        return [*self.prompt, *self.generated][self.num_cached :]
+        """The tokens that are not in the cache yet: the prompt at first, then the last one."""
+        answer = self.generated if self.forced is None else self.forced[: len(self.generated)]
+        return [*self.prompt, *answer][self.num_cached :]
 
-    def accept(self, logits: Tensor) -> None:
-        """Take the most likely token."""
+    def advance(self, logits: Tensor) -> None:
+        """All pending tokens are cached now, and these logits [vocab] follow: take the most likely token."""
+        self.num_cached += len(self.pending)
         self.logits.append(logits.float().cpu())
         self.generated.append(int(self.logits[-1].argmax()))
 
 
-@dataclass
-class Timing:
-    """Seconds spent in prefill and decode steps, and the tokens that the latter brought."""
+class Engine(Protocol):
+    """Decodes requests, one token of each a step."""
 
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    decoded: int = 0
+    requests: list[Request]
 
-    @contextmanager
-    def step(self, *, prefill: bool, num_requests: int, device: torch.device) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds = time.perf_counter() - start
-        if prefill:
-            self.prefill_s += seconds
-        else:
-            self.decode_s += seconds
-            self.decoded += num_requests
+    def step(self) -> None:
+        """Cache the pending tokens of every request and decode one more; the device is idle afterwards."""
+
+    def cache_bytes(self) -> int:
+        """What the requests take in the cache of one layer."""
+
+
+class EagerEngine:
+    """The library's attention and cache, one request after the other: a batch would need padding.
+
+    Arguments:
+        model: a `DeepseekV3ForCausalLM`.
+    """
+
+    def __init__(self, model: Any, requests: list[Request]) -> None:
+        from transformers import DynamicCache
+
+        self.model = model
+        self.requests = requests
+        self._caches = [DynamicCache(config=model.config) for _ in requests]
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        for request, cache in zip(self.requests, self._caches, strict=True):
+            tokens = torch.tensor([request.pending], device=self.model.device)
+            # by position, because the keyword of the cache was renamed between the releases that the extra allows
+            request.advance(self.model(tokens, None, None, cache).logits[0, -1])
+
+    def cache_bytes(self) -> int:
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in (cache.layers[0] for cache in self._caches))
 
 
 class PagePool:
-    """The free pages of a cache, handed out in a random order, as a pool that has served for a while would."""
+    """The free pages of a cache, handed out in a random order, as by a pool that has served for a while."""
 
     def __init__(self, num_pages: int, page_size: int, *, seed: int) -> None:
         self.page_size = page_size
@@ -83,71 +103,50 @@ class PagePool:
             pages.append(self._free.pop())
 
 
-class Engine:
-    """Runs requests of different lengths in one flat batch over a paged latent cache.
+class PagedEngine:
+    """dualmla's attention: requests of different lengths in one flat batch over a paged latent cache.
 
     Arguments:
         model: from `with_dualmla`.
-        builder: of the model's backend and config.
+        config: that of the model's attention.
+        builder: of the model's backend and `config`.
         pool: the pages of the model's caches.
     """
 
-    def __init__(self, model: Any, builder: Any, pool: PagePool) -> None:
+    def __init__(self, model: Any, config: MLAConfig, builder: Any, pool: PagePool, requests: list[Request]) -> None:
         self.model = model
+        self.config = config
         self.builder = builder
         self.pool = pool
-        self.timing = Timing()
+        self.requests = requests
 
     @torch.inference_mode()
-    def step(self, requests: Sequence[Request]) -> None:
-        """Cache all pending tokens of each request and decode one more."""
+    def step(self) -> None:
         device = self.model.device
-        pending = [request.pending for request in requests]
+        pending = [request.pending for request in self.requests]
         query_lens = [len(tokens) for tokens in pending]
-        seq_lens = [request.num_cached + new for request, new in zip(requests, query_lens, strict=True)]
-        positions = [p for request, end in zip(requests, seq_lens, strict=True) for p in range(request.num_cached, end)]
-        for request, seq_len in zip(requests, seq_lens, strict=True):
+        starts = [request.num_cached for request in self.requests]
+        seq_lens = [start + new for start, new in zip(starts, query_lens, strict=True)]
+        positions = [range(start, end) for start, end in zip(starts, seq_lens, strict=True)]
+        for request, seq_len in zip(self.requests, seq_lens, strict=True):
             self.pool.extend(request.pages, seq_len)
 
-        with self.timing.step(prefill=max(query_lens) > 1, num_requests=len(requests), device=device):
-            metadata = self.builder.build(
-                self._block_table(requests), torch.tensor(seq_lens, dtype=torch.int32, device=device), query_lens
-            )
-            logits = self.model(
-                torch.tensor([sum(pending, [])], device=device),
-                position_ids=torch.tensor([positions], device=device),
-                use_cache=False,
-                mla_metadata=metadata,
-            ).logits[0]
-
+        logits = self.model(
+            torch.tensor([[*chain.from_iterable(pending)]], device=device),
+            position_ids=torch.tensor([[*chain.from_iterable(positions)]], device=device),
+            use_cache=False,
+            mla_metadata=self.builder.build(self._block_table(), torch.tensor(seq_lens, dtype=torch.int32, device=device), query_lens),
+        ).logits[0]
         last_rows = torch.tensor(query_lens).cumsum(0) - 1
-        for request, seq_len, row in zip(requests, seq_lens, last_rows.tolist(), strict=True):
-            request.num_cached = seq_len
-            request.accept(logits[row])
+        for request, row in zip(self.requests, last_rows.tolist(), strict=True):
+            request.advance(logits[row])
 
-    def _block_table(self, requests: Sequence[Request]) -> Tensor:
+    def cache_bytes(self) -> int:
+        pages = sum(len(request.pages) for request in self.requests)
+        return pages * self.config.page_size * self.config.latent_dim * self.config.cache_dtype.itemsize
+
+    def _block_table(self) -> Tensor:
         """int32 [num_reqs, max_pages]"""
-        width = max(len(request.pages) for request in requests)
-        rows = [[*request.pages, *[UNUSED_PAGE] * (width - len(request.pages))] for request in requests]
+        width = max(len(request.pages) for request in self.requests)
+        rows = [[*request.pages, *[UNUSED_PAGE] * (width - len(request.pages))] for request in self.requests]
         return torch.tensor(rows, dtype=torch.int32, device=self.model.device)
-
-
-@torch.inference_mode()
-def decode_eagerly(model: Any, request: Request, new_tokens: int, timing: Timing, advance: Callable[[int], None]) -> int:
-    """Decode one request with the library's attention and cache.
-
-    Returns:
-        The bytes that the library's cache takes for the request, all layers together.
-    """
-    from transformers import DynamicCache
-
-    cache = DynamicCache(config=model.config)
-    for _ in range(new_tokens):
-        tokens = request.pending
-        with timing.step(prefill=len(tokens) > 1, num_requests=1, device=model.device):
-            # by position, because the cache's keyword was renamed between the releases that the extra allows
-            logits = model(torch.tensor([tokens], device=model.device), None, None, cache).logits[0, -1]
-        request.num_cached += len(tokens)
-        request.accept(logits)
-        advance(1)
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)

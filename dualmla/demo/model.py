@@ -46,13 +46,13 @@ def build_model(*, num_heads: int, num_layers: int, dtype: torch.dtype, device: 
     The attention has DeepSeek-V3's sizes (latent 512 + 64, heads 128 + 64 and 128, YaRN factor 40); `num_heads`, the layers,
     the hidden size and the experts are cut down. The first layer's MLP is dense, the others' are mixtures of 8 experts.
 
-    Weights are drawn on the CPU in float32, so that a seed means the same model on every device and in every dtype.
+    Weights are drawn on the CPU in float32 and rounded to `dtype`, so that a seed means the same model on every device.
 
     Raises:
         ImportError: see `require_transformers`.
     """
     require_transformers()
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+    from transformers import AutoModelForCausalLM, DeepseekV3Config
 
     config = DeepseekV3Config(
         vocab_size=VOCAB_SIZE,
@@ -70,11 +70,11 @@ def build_model(*, num_heads: int, num_layers: int, dtype: torch.dtype, device: 
         first_k_dense_replace=1,
         max_position_embeddings=163840,
         rope_parameters=dict(YARN),
-        attn_implementation="eager",
     )
-    model = DeepseekV3ForCausalLM(config).float()
+    # not `.to(dtype)` afterwards, which would round the rotary frequencies too
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
     _draw_weights(model, seed)
-    return model.to(device=device, dtype=dtype).eval()
+    return model.to(device).eval()
 
 
 def _draw_weights(model: torch.nn.Module, seed: int) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dualmla.demo import report
 from dualmla.demo.attention import with_dualmla
-from dualmla.demo.engine import Engine, PagePool, Request, Timing, decode_eagerly
+from dualmla.demo.engine import EagerEngine, Engine, PagedEngine, PagePool, Request
 from dualmla.demo.model import build_model, mla_config, require_transformers
 from dualmla.demo.report import Run
 from dualmla.selection import explain, select_backend
@@ -42,8 +43,8 @@ def run(
     Arguments:
         backend: as in `dualmla.select_backend`: None for what the environment says.
         device: None is a GPU if there is one, else the CPU.
-        dtype: of weights, activations and caches. In float32 both must decode the same tokens. In bfloat16 they round
-            differently, and may part where two tokens are nearly as likely.
+        dtype: of weights, activations and caches. In float32 both must decode the same tokens; in another, see
+            `report.Comparison.agrees`.
         num_heads, num_layers: of the model.
         page_sizes: tokens a page; dualmla decodes once for each.
         new_tokens: decoded after each prompt.
@@ -52,7 +53,7 @@ def run(
         console: None is standard output.
 
     Returns:
-        Whether dualmla decoded the eager attention's tokens each time.
+        Whether dualmla agreed with the eager attention each time.
 
     Raises:
         ImportError: transformers is missing or too old.
@@ -67,63 +68,57 @@ def run(
     report.print_model(console, model, config, version)
     report.print_backends(console, explain(config, device=place), select_backend(config, device=place, backend=backend).get_name())
 
-    total = len(prompts) * new_tokens
-    eager_requests = _requests(prompts)
-    with _progress(console, "eager", total) as advance:
-        eager = _run_eager(model, eager_requests, new_tokens, advance)
-    runs = []
-    for page_size in page_sizes:
-        with _progress(console, f"dualmla, page size {page_size}", total) as advance:
-            runs.append(_run_dualmla(model, _requests(prompts), new_tokens, advance, backend=backend, page_size=page_size, seed=seed))
-    return report.print_comparison(console, eager, runs, config)
+    tokens = [list(prompt.encode()) for prompt in prompts]
+    requests = [Request(prompt) for prompt in tokens]
+    if dtype is torch.float32:
+        truth, rounding = _run_eager(model, deepcopy(requests), new_tokens, console), None
+    else:
+        in_float32 = build_model(num_heads=num_heads, num_layers=num_layers, dtype=torch.float32, device=place, seed=seed)
+        in_float32.load_state_dict(model.state_dict())  # so that the weights are rounded in both
+        truth = _run_eager(in_float32, requests, new_tokens, console)
+        requests = [Request(prompt, forced=request.generated) for prompt, request in zip(tokens, truth.requests, strict=True)]
+        rounding = _run_eager(model, deepcopy(requests), new_tokens, console)
+    runs = [
+        _run_dualmla(model, deepcopy(requests), new_tokens, console, backend=backend, page_size=page_size, seed=seed)
+        for page_size in page_sizes
+    ]
+    return report.print_comparison(console, truth, runs, config, rounding)
 
 
-def _run_eager(model: Any, requests: list[Request], new_tokens: int, advance: Callable[[int], None]) -> Run:
-    """One request after the other: the library's cache of a batch would need padding."""
-    timing = Timing()
-    cache_bytes = sum(decode_eagerly(model, request, new_tokens, timing, advance) for request in requests)
-    return Run("transformers, eager", requests, timing, _per_token(cache_bytes, model, requests))
+def _run_eager(model: Any, requests: list[Request], new_tokens: int, console: Console) -> Run:
+    return _decode(EagerEngine(model, requests), new_tokens, console, f"transformers {str(model.dtype).removeprefix('torch.')}", None)
 
 
 def _run_dualmla(
-    model: Any,
-    requests: list[Request],
-    new_tokens: int,
-    advance: Callable[[int], None],
-    *,
-    backend: str | None,
-    page_size: int,
-    seed: int,
+    model: Any, requests: list[Request], new_tokens: int, console: Console, *, backend: str | None, page_size: int, seed: int
 ) -> Run:
-    """All requests in one batch, on a cache with as many pages as they need and a few to spare."""
+    """On a cache with as many pages as the requests need and a few to spare."""
     config = mla_config(model, page_size=page_size)
     chosen = select_backend(config, device=model.device, backend=backend)
     pages_each = [-(-(len(request.prompt) + new_tokens) // page_size) for request in requests]
     num_pages = sum(pages_each) + 8
-    engine = Engine(
+    engine = PagedEngine(
         with_dualmla(model, config, chosen, num_pages=num_pages),
+        config,
         chosen.get_builder_cls()(config, model.device, max_num_seqs=len(requests), max_num_pages_per_seq=max(pages_each)),
         PagePool(num_pages, page_size, seed=seed),
+        requests,
     )
-    for _ in range(new_tokens):
-        engine.step(requests)
-        advance(len(requests))
-    pages = sum(len(request.pages) for request in requests)
-    cache_bytes = pages * page_size * config.latent_dim * config.cache_dtype.itemsize * model.config.num_hidden_layers
-    return Run(f"{chosen.get_name()}, page size {page_size}", requests, engine.timing, _per_token(cache_bytes, model, requests))
+    return _decode(engine, new_tokens, console, chosen.get_name(), page_size)
 
 
-def _requests(prompts: Sequence[str]) -> list[Request]:
-    return [Request(list(prompt.encode())) for prompt in prompts]
-
-
-def _per_token(cache_bytes: int, model: Any, requests: list[Request]) -> float:
-    return cache_bytes / sum(request.num_cached for request in requests) / model.config.num_hidden_layers
-
-
-@contextmanager
-def _progress(console: Console, name: str, total: int) -> Iterator[Callable[[int], None]]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeElapsedColumn())
+def _decode(engine: Engine, new_tokens: int, console: Console, name: str, page_size: int | None) -> Run:
+    requests = engine.requests
+    label = name if page_size is None else f"{name}, page size {page_size}"
+    columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task(name, total=total)
-        yield lambda tokens: progress.advance(task, tokens)
+        task = progress.add_task(label, total=len(requests) * new_tokens)
+        engine.step()  # the prompts
+        progress.advance(task, len(requests))
+        start = time.perf_counter()
+        for _ in range(new_tokens - 1):
+            engine.step()
+            progress.advance(task, len(requests))
+        seconds = time.perf_counter() - start
+    tokens_per_second = (new_tokens - 1) * len(requests) / seconds
+    return Run(name, page_size, requests, tokens_per_second, engine.cache_bytes() / sum(request.num_cached for request in requests))
