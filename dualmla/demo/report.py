@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,29 +34,30 @@ class Run:
 class Comparison:
     """A run's tokens and logits against the truth's, as far as both were fed the same tokens.
 
-    `same_tokens` of that many are equal; `first_partings` are (request, step) of the first that is not, for requests that have
-    one; the differences are those of the logits, absolute.
+    `same_tokens` of these are equal; `first_partings` are (request, step) of the first that is not, for requests that have one.
+    The differences are those of the logits, absolute; `closest_margin` is the smallest of the truth's margins.
     """
 
     same_tokens: int
     first_partings: list[tuple[int, int]]
     max_difference: float
     mean_difference: float
+    closest_margin: float
 
     def agrees(self, rounding: Comparison | None) -> bool:
-        """The verdict: without `rounding` the tokens must be the same.
+        """The verdict: the tokens must be the same, and not by chance: no logit may be off by half the closest margin.
 
-        With it the run is of a lower precision than the truth, where rounding alone can turn one token into another. Then the
-        mean difference may be twice that of `rounding`, which is the library's own run in that precision.
+        With `rounding` the run is of a lower precision than the truth, where rounding alone can turn one token into another. Then
+        the mean difference may be twice that of `rounding`, which is the library's own run in that precision.
         """
         if rounding is None:
-            return not self.first_partings and math.isfinite(self.max_difference)
+            return self.max_difference < self.closest_margin / 2  # no token can differ then
         return self.mean_difference <= 2 * rounding.mean_difference
 
 
 def compare(run: Run, truth: Run) -> Comparison:
     """Compare two runs of the same prompts."""
-    same_tokens, first_partings, differences = 0, [], []
+    same_tokens, first_partings, differences, margins = 0, [], [], []
     for index, (ours, theirs) in enumerate(zip(run.requests, truth.requests, strict=True)):
         same = [a == b for a, b in zip(ours.generated, theirs.generated, strict=True)]
         if not all(same):
@@ -66,8 +66,9 @@ def compare(run: Run, truth: Run) -> Comparison:
                 same = same[: same.index(False) + 1]
         same_tokens += sum(same)
         differences.append((torch.stack(ours.logits[: len(same)]) - torch.stack(theirs.logits[: len(same)])).abs())
+        margins += [margin(theirs, step) for step in range(len(same))]
     everything = torch.cat(differences)
-    return Comparison(same_tokens, first_partings, float(everything.max()), float(everything.mean()))
+    return Comparison(same_tokens, first_partings, float(everything.max()), float(everything.mean()), min(margins))
 
 
 def margin(request: Request, step: int) -> float:
@@ -116,7 +117,7 @@ def print_comparison(console: Console, truth: Run, runs: Sequence[Run], config: 
     _print_runs(console, truth, ([(rounding, noise)] if rounding and noise else []) + list(zip(runs, comparisons, strict=True)))
     _print_cache(console, config)
 
-    closest = min(margin(request, step) for request in truth.requests for step in range(len(request.generated)))
+    closest = min(comparison.closest_margin for comparison in comparisons)
     worst = max(comparison.max_difference for comparison in comparisons)
     console.print(
         f"The closest choice between two tokens had a margin of {closest:.1e} in the logits; dualmla's are at most {worst:.1e} off."
@@ -167,6 +168,8 @@ def _print_cache(console: Console, config: MLAConfig) -> None:
 
 def _print_disagreement(console: Console, truth: Run, run: Run, comparison: Comparison) -> None:
     console.print(f"[red]{run.name}, page size {run.page_size}[/]: mean logit error {comparison.mean_difference:.1e}")
+    if not comparison.first_partings:
+        console.print("  the tokens are the same, but by chance: with such an error the closest choice could have gone either way")
     for index, step in comparison.first_partings:
         ours, theirs = run.requests[index], truth.requests[index]
         console.print(
