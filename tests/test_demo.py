@@ -59,7 +59,7 @@ def test_same_tokens_as_the_library(backend):
     agreed, printed = run_small(backend=backend)
     assert agreed
     assert "PASS" in printed
-    assert f"{backend.upper()}_MLA runs" in printed
+    assert re.search(rf"{backend} +│ runs ", printed)
     for page_size in (1, 16):
         assert re.search(rf"{backend.upper()}_MLA +{page_size} +6/6 ", printed)
 
@@ -81,6 +81,18 @@ def test_a_wrong_scale_of_one_run_fails(monkeypatch, dtype, wrong):
     assert printed.count("_MLA, page size") == 2 + 1, "the progress bars, and the run that disagrees"
     assert printed.count(f"_MLA, page size {wrong}:") == 1
     assert "instead of" in printed
+
+
+def test_says_why_a_better_backend_does_not_run():
+    _, printed = run_small(backend="reference")
+    assert re.search(r"aiter +│ unusable │ \w+", printed)
+    assert re.search(r"triton +│ usable +│ reference was asked for", printed)
+
+
+@pytest.mark.parametrize("nothing", [{"page_sizes": ()}, {"prompts": ()}, {"prompts": ("a", "")}, {"new_tokens": 0}])
+def test_refuses_to_decode_nothing(nothing):
+    with pytest.raises(ValueError, match="page_sizes and prompts must not be empty"):
+        run_small(**nothing)
 
 
 def test_low_precision_is_fed_the_truth_on_the_same_weights(monkeypatch):

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dualmla.backends.base import MLABackend
 from dualmla.config import MLAConfig
+from dualmla.metadata import MLAMetadata
 
 
 class DualMLAAttention(nn.Module):
@@ -24,7 +26,7 @@ class DualMLAAttention(nn.Module):
         kv_cache: the layer's latent cache [num_pages, page_size, 576], written in place.
     """
 
-    def __init__(self, source: Any, config: MLAConfig, backend: Any, kv_cache: Tensor) -> None:
+    def __init__(self, source: Any, config: MLAConfig, backend: type[MLABackend], kv_cache: Tensor) -> None:
         super().__init__()
         self.source = source
         self.config = config
@@ -35,7 +37,7 @@ class DualMLAAttention(nn.Module):
         self.impl = backend.get_impl_cls()(config, w_uk.contiguous(), w_uv.transpose(1, 2).contiguous())
 
     def forward(
-        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *, mla_metadata: Any, **library: object
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *, mla_metadata: MLAMetadata, **library: object
     ) -> tuple[Tensor, None]:
         """Attend as the metadata says.
 
@@ -66,7 +68,7 @@ class DualMLAAttention(nn.Module):
         return source.o_proj(attended[None]), None
 
 
-def with_dualmla(model: Any, config: MLAConfig, backend: Any, *, num_pages: int) -> Any:
+def with_dualmla(model: Any, config: MLAConfig, backend: type[MLABackend], *, num_pages: int) -> Any:
     """A copy of a `DeepseekV3ForCausalLM` that attends through `backend`; parameters are shared, `model` is left as it was.
 
     Each layer gets a cache of `num_pages` pages full of NaN: a row that is read before it was written shows in every logit.

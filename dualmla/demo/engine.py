@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dualmla.config import MLAConfig
+from dualmla.metadata import MLAMetadataBuilder
 
 # Fills the unused entries of a block table: no cache has such a page, so reading one cannot go unseen.
 UNUSED_PAGE = 2147480000
@@ -113,7 +114,7 @@ class PagedEngine:
         pool: the pages of the model's caches.
     """
 
-    def __init__(self, model: Any, config: MLAConfig, builder: Any, pool: PagePool, requests: list[Request]) -> None:
+    def __init__(self, model: Any, config: MLAConfig, builder: MLAMetadataBuilder, pool: PagePool, requests: list[Request]) -> None:
         self.model = model
         self.config = config
         self.builder = builder

@@ -11,6 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from dualmla.backends.base import BackendReport, MLABackend
 from dualmla.config import MLAConfig
 from dualmla.demo.engine import Request
 
@@ -89,14 +90,16 @@ def print_model(console: Console, model: Any, config: MLAConfig, transformers_ve
     )
 
 
-def print_backends(console: Console, reports: Sequence[Any], chosen: str) -> None:
-    """A table of `dualmla.explain`'s reports: each backend, and all that speaks against it."""
-    table = Table(title=f"{chosen} runs", title_justify="left")
-    table.add_column("backend")
-    table.add_column("usable")
-    table.add_column("reasons against it")
-    for entry in reports:
-        table.add_row(entry.name, "[green]yes[/]" if entry.usable else "[yellow]no[/]", "\n".join(entry.reasons))
+def print_backends(console: Console, reports: Sequence[BackendReport], chosen: type[MLABackend]) -> None:
+    """A table of `dualmla.explain`'s reports: which backend runs, and why the better ones, listed before it, do not."""
+    table = Table(title="backends, best first", title_justify="left")
+    for header in ("backend", "state", "reasons against it"):
+        table.add_column(header)
+    rank = [entry.name for entry in reports].index(chosen.name)
+    for place, entry in enumerate(reports):
+        state = "[yellow]unusable[/]" if entry.reasons else "[bold green]runs[/]" if place == rank else "usable"
+        asked = [f"{chosen.name} was asked for"] if entry.usable and place < rank else []
+        table.add_row(entry.name, state, "\n".join(entry.reasons or asked))
     console.print(table)
 
 
@@ -117,17 +120,15 @@ def print_comparison(console: Console, truth: Run, runs: Sequence[Run], config: 
     _print_runs(console, truth, ([(rounding, noise)] if rounding and noise else []) + list(zip(runs, comparisons, strict=True)))
     _print_cache(console, config)
 
-    closest = min(comparison.closest_margin for comparison in comparisons)
-    worst = max(comparison.max_difference for comparison in comparisons)
-    console.print(
-        f"The closest choice between two tokens had a margin of {closest:.1e} in the logits; dualmla's are at most {worst:.1e} off."
-    )
     if noise:
         console.print(
-            f"{_name(config.dtype)} can turn one token into another by rounding alone. So each run was fed float32's tokens and is "
-            f"judged by its logits: their mean error may be twice that of the library's own "
-            f"{_name(config.dtype)} run ({noise.mean_difference:.1e})."
+            f"{_name(config.dtype)} can turn one token, or one expert, into another by rounding alone. So each run was fed float32's "
+            f"tokens and is judged by its logits: their mean error may be twice that of the library's own {_name(config.dtype)} run."
         )
+    else:
+        closest = min(comparison.closest_margin for comparison in comparisons)
+        worst = max(comparison.max_difference for comparison in comparisons)
+        console.print(f"The closest choice between two tokens had a margin of {closest:.1e} in the logits; dualmla's are {worst:.1e} off.")
     agrees = all(comparison.agrees(noise) for comparison in comparisons)
     for run, comparison in zip(runs, comparisons, strict=True):
         if not comparison.agrees(noise):

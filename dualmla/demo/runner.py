@@ -57,8 +57,13 @@ def run(
 
     Raises:
         ImportError: transformers is missing or too old.
+        ValueError: nothing to decode: no page size, no prompt, an empty one, or `new_tokens` below 1.
         dualmla.BackendUnavailable: the backend asked for cannot be used; carries the reasons.
     """
+    if not page_sizes or not prompts or not all(prompts) or new_tokens < 1:
+        raise ValueError(
+            f"page_sizes and prompts must not be empty and new_tokens must be at least 1, got {page_sizes!r}, {prompts!r}, {new_tokens}"
+        )
     console = console or Console()
     version = require_transformers()
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -66,7 +71,7 @@ def run(
         model = build_model(num_heads=num_heads, num_layers=num_layers, dtype=dtype, device=place, seed=seed)
     config = mla_config(model, page_size=page_sizes[0])
     report.print_model(console, model, config, version)
-    report.print_backends(console, explain(config, device=place), select_backend(config, device=place, backend=backend).get_name())
+    report.print_backends(console, explain(config, device=place), select_backend(config, device=place, backend=backend))
 
     tokens = [list(prompt.encode()) for prompt in prompts]
     requests = [Request(prompt) for prompt in tokens]
