@@ -20,7 +20,7 @@ from dualmla.demo.engine import Request
 class Run:
     """What one way of decoding gave.
 
-    `page_size` is None for the library's own cache. `tokens_per_second` counts the steps after the prompts'. `cache_bytes` is
+    `page_size` is None for the library's own cache. `tokens_per_second` is that of the median decode step. `cache_bytes` is
     what one token takes in one layer's cache, with its share of the unfilled slots of pages.
     """
 
@@ -142,7 +142,7 @@ def _print_runs(console: Console, truth: Run, compared: Sequence[tuple[Run, Comp
     total = sum(len(request.generated) for request in truth.requests)
     table = Table(
         title=f"{len(truth.requests)} requests, {total} tokens decoded",
-        caption="tokens/s: of decode steps; the library runs one request at a time. bytes: a token takes in one layer's cache.",
+        caption="tokens/s: of the median decode step; the library runs one request at a time. bytes: of a token in one layer's cache.",
         title_justify="left",
         caption_justify="left",
         box=box.SIMPLE_HEAD,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
 from copy import deepcopy
@@ -47,7 +48,7 @@ def run(
             `report.Comparison.agrees`.
         num_heads, num_layers: of the model.
         page_sizes: tokens a page; dualmla decodes once for each.
-        new_tokens: decoded after each prompt.
+        new_tokens: decoded after each prompt, the first of them by the prompt's own step.
         prompts: one request each; a byte is a token.
         seed: of the weights and of the order of the pages.
         console: None is standard output.
@@ -57,12 +58,12 @@ def run(
 
     Raises:
         ImportError: transformers is missing or too old.
-        ValueError: nothing to decode: no page size, no prompt, an empty one, or `new_tokens` below 1.
+        ValueError: nothing to decode: no page size, no prompt, an empty one, or `new_tokens` below 2.
         dualmla.BackendUnavailable: the backend asked for cannot be used; carries the reasons.
     """
-    if not page_sizes or not prompts or not all(prompts) or new_tokens < 1:
+    if not page_sizes or not prompts or not all(prompts) or new_tokens < 2:
         raise ValueError(
-            f"page_sizes and prompts must not be empty and new_tokens must be at least 1, got {page_sizes!r}, {prompts!r}, {new_tokens}"
+            f"page_sizes and prompts must not be empty and new_tokens must be at least 2, got {page_sizes!r}, {prompts!r}, {new_tokens}"
         )
     console = console or Console()
     version = require_transformers()
@@ -116,14 +117,14 @@ def _decode(engine: Engine, new_tokens: int, console: Console, name: str, page_s
     requests = engine.requests
     label = name if page_size is None else f"{name}, page size {page_size}"
     columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeElapsedColumn())
+    seconds = []
     with Progress(*columns, console=console) as progress:
         task = progress.add_task(label, total=len(requests) * new_tokens)
-        engine.step()  # the prompts
-        progress.advance(task, len(requests))
-        start = time.perf_counter()
-        for _ in range(new_tokens - 1):
+        for _ in range(new_tokens):
+            start = time.perf_counter()
             engine.step()
+            seconds.append(time.perf_counter() - start)
             progress.advance(task, len(requests))
-        seconds = time.perf_counter() - start
-    tokens_per_second = (new_tokens - 1) * len(requests) / seconds
+    # the first step took the prompts; the median, because on a GPU kernels are compiled in some of the others
+    tokens_per_second = len(requests) / statistics.median(seconds[1:])
     return Run(name, page_size, requests, tokens_per_second, engine.cache_bytes() / sum(request.num_cached for request in requests))
