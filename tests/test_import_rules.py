@@ -21,6 +21,7 @@ ALLOWED_OUTSIDE = {
     "dualmla.backends.aiter": {"torch", "aiter"},
     "dualmla.backends.triton": {"torch", "triton", "dualmla_kernels"},
     "dualmla.cli": {"torch", "typer", "rich"},
+    "dualmla.demo": {"torch", "rich", "transformers"},
     "dualmla.emulator": {"torch", "numpy", "numba"},
     "dualmla.emulator.decoder": {"tinygrad"},
     "dualmla_kernels": {"torch", "triton"},
