@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -132,19 +133,50 @@ print(json.dumps({"loaded": sorted(loaded), "reads": reads, "cuda": torch.cuda.i
 """
 
 
-def watched_import(module: str, *, blocked: tuple[str, ...] = ()) -> dict[str, object]:
-    """Import `module` in a subprocess: foreign packages loaded with it, variables read, whether CUDA was initialised."""
-    command = [sys.executable, "-W", "ignore", "-c", WATCHED_IMPORT, module, *blocked]
+def in_subprocess(code: str, *arguments: str) -> Any:
+    """What `code`, run in a fresh interpreter, prints as JSON."""
+    command = [sys.executable, "-W", "ignore", "-c", code, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
-    report: dict[str, object] = json.loads(done.stdout)
-    return report
+    return json.loads(done.stdout)
 
 
 def test_import_needs_torch_alone_and_touches_nothing() -> None:
-    assert watched_import("dualmla") == {"loaded": ["dualmla"], "reads": [], "cuda": False}
+    assert in_subprocess(WATCHED_IMPORT, "dualmla") == {"loaded": ["dualmla"], "reads": [], "cuda": False}
+
+
+# Everything foreign that some module of ours may import, but for torch.
+BLOCKED = sorted(set().union(*ALLOWED_OUTSIDE.values()) - {"torch"})
 
 
 def test_reference_needs_torch_alone() -> None:
-    blocked = ("triton", "dualmla_kernels", "aiter", "tinygrad", "transformers", "numba", "rich", "typer")
-    assert watched_import("dualmla.backends.reference", blocked=blocked) == {"loaded": ["dualmla"], "reads": [], "cuda": False}
+    report = in_subprocess(WATCHED_IMPORT, "dualmla.backends.reference", *BLOCKED)
+    assert report == {"loaded": ["dualmla"], "reads": [], "cuda": False}
+
+
+# One token in the cache: its latent is the output, and its score the LSE.
+DECODE_ON_TORCH_ALONE = """
+import json, sys
+
+sys.modules.update(dict.fromkeys(sys.argv[1:]))
+import torch
+import dualmla
+
+kv_cache = torch.randn(4, 1, 576, generator=torch.Generator().manual_seed(0))
+q = torch.ones(1, 2, 576)
+meta = dualmla.decode_metadata(torch.tensor([[3]], dtype=torch.int32), torch.tensor([1], dtype=torch.int32), page_size=1, device="cpu")
+out, lse = dualmla.mla_decode(q, kv_cache, meta, 0.5, return_lse=True)
+torch.testing.assert_close(out, kv_cache[3, :, :512].expand(1, 2, 512))
+torch.testing.assert_close(lse, 0.5 * kv_cache[3].sum().expand(2, 1))
+cfg = dualmla.MLAConfig(num_heads=2, softmax_scale=0.5, dtype=torch.float32)
+reports = {report.name: report.reasons for report in dualmla.explain(cfg, device="cpu")}
+print(json.dumps([dualmla.select_backend(cfg, device="cpu").get_name(), reports]))
+"""
+
+
+def test_decode_works_on_torch_alone_and_says_what_is_missing() -> None:
+    name, reasons = in_subprocess(DECODE_ON_TORCH_ALONE, *BLOCKED)
+    assert name == "REFERENCE_MLA"
+    assert reasons["reference"] == []
+    assert any("Triton is not installed" in reason for reason in reasons["triton"])
+    assert reasons["aiter"]

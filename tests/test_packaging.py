@@ -35,6 +35,13 @@ def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+@pytest.fixture(scope="module")
+def installed(site: Path) -> importlib.metadata.Distribution:
+    """What the installed wheel says of itself."""
+    (distribution,) = importlib.metadata.distributions(name="dualmla", path=[str(site)])
+    return distribution
+
+
 def run(*command: str, cwd: Path, pythonpath: Path | None = None) -> str:
     """The standard output of `command`, run in `cwd` with no PYTHONPATH but the given one."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -55,23 +62,22 @@ def test_wheel_holds_both_packages_typed_and_nothing_else(wheel: Path) -> None:
     assert {name for name in names if name.endswith(".py")} == in_tree
 
 
-def test_wheel_works_outside_the_source_tree(site: Path, tmp_path: Path) -> None:
+def test_wheel_works_outside_the_source_tree(site: Path, installed: importlib.metadata.Distribution, tmp_path: Path) -> None:
     code = "import dualmla, dualmla_kernels; print(dualmla.__version__, dualmla.__file__, dualmla_kernels.__file__, sep='\\n')"
     version, *files = run(sys.executable, "-c", code, cwd=tmp_path, pythonpath=site).splitlines()
     assert all(Path(file).is_relative_to(site) for file in files)
-    (installed,) = importlib.metadata.distributions(name="dualmla", path=[str(site)])
     assert installed.version == version
     assert "demo" in run(str(site / "bin" / "dualmla"), "--help", cwd=tmp_path, pythonpath=site)
 
 
-def test_dependencies_never_force_a_triton_or_an_aiter(site: Path) -> None:
-    (installed,) = importlib.metadata.distributions(name="dualmla", path=[str(site)])
+def test_dependencies_never_force_a_triton_or_an_aiter(installed: importlib.metadata.Distribution) -> None:
     required = [requirement for requirement in installed.requires or [] if "extra ==" not in requirement]
     assert {requirement.partition(">")[0] for requirement in required} == {"torch", "typer", "rich"}
 
 
 @pytest.mark.skipif(torch.version.hip is not None, reason="on ROCm the machine's own AITER is used")
-def test_the_pinned_aiter_is_installed() -> None:
+def test_the_pinned_aiter_is_installed(installed: importlib.metadata.Distribution) -> None:
     """Tests that need AITER's wheel may rely on it: where it is missing this run is red, not a little greener."""
-    (pin,) = [requirement.partition(";")[0] for requirement in importlib.metadata.requires("dualmla") or [] if "amd-aiter" in requirement]
-    assert f"amd-aiter=={importlib.metadata.version('amd-aiter')}" == pin
+    (pin,) = [requirement.partition(";")[0] for requirement in installed.requires or [] if "amd-aiter" in requirement]
+    found = [f"amd-aiter=={distribution.version}" for distribution in importlib.metadata.distributions(name="amd-aiter")]
+    assert found == [pin], f"install {pin}, as `make test` does"
