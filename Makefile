@@ -46,7 +46,7 @@ imports: $(VENV)/.test
 
 # One thread a process: the small tensors of the tests are slower with more. The wheel's tests share one build.
 pytest: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --durations=10 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m 'not gpu' --dist loadgroup --durations=10 $(ARGS)
 
 wheel: $(VENV)/.test
 	$(BIN)/python -m build --wheel --no-isolation
