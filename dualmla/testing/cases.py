@@ -17,6 +17,9 @@ from dualmla.ops import mla_decode
 UNUSED_PAGE = 2147480000
 """Page id of the entries of a block table that no request owns: read as an address, it faults or is far away."""
 
+SPARE_PAGES = 3
+"""Pages of a laid-out cache that no request owns."""
+
 YARN_SCALE = 0.1352337788608801
 """DeepSeek V3's softmax_scale: 192^-0.5 times the square of YaRN's mscale, 0.1 ln 40 + 1. A scale derived from a head dim is wrong."""
 
@@ -40,7 +43,7 @@ class DecodeCase:
         kv_lora_rank, qk_rope_head_dim: the two parts of a latent row.
         data: what the numbers are.
         first_page: pages below it are never touched; a large one puts the live pages past 2^31 elements.
-        shared_pages: the leading pages that all requests have in common, as with a cached prefix.
+        shared_pages: leading pages that all requests have in common, as with a cached prefix; as many as all of them fill.
         strided: q, cache and out are slices of wider tensors.
         seed: of the numbers and of the page order.
     """
@@ -81,6 +84,11 @@ class DecodeCase:
         return self.kv_cache_dtype or self.dtype
 
     @property
+    def full_shared_pages(self) -> int:
+        """`shared_pages`, as far as all requests fill them."""
+        return min(self.shared_pages, *(length // self.page_size for length in self.seq_lens)) if self.seq_lens else 0
+
+    @property
     def latent_dim(self) -> int:
         return self.kv_lora_rank + self.qk_rope_head_dim
 
@@ -109,44 +117,69 @@ class DecodeInputs:
     out: torch.Tensor
 
 
-def make_decode_inputs(case: DecodeCase, device: torch.device | str = "cpu") -> DecodeInputs:
-    """Tensors of a case in adversarial memory, the same on every device.
+@dataclass(frozen=True)
+class DecodeValues:
+    """The numbers of a case, not yet laid out in memory.
 
-    Pages are shuffled and a few belong to nobody. What no request owns is poison: cache slots are NaN (the largest finite
-    number in fp8, whose NaN some devices read as a number), page ids are `UNUSED_PAGE`, `out` is NaN.
+    Attributes:
+        case: the sizes; its seed still orders the pages.
+        q: [T, H, kv_lora_rank + qk_rope_head_dim].
+        rows: the latent rows [seq_len, kv_lora_rank + qk_rope_head_dim] of each request, in the cache's dtype; the rows in
+            shared pages are those of the first request.
+    """
+
+    case: DecodeCase
+    q: torch.Tensor
+    rows: tuple[torch.Tensor, ...]
+
+
+def draw_decode_values(case: DecodeCase) -> DecodeValues:
+    """The numbers of a case, drawn on the CPU: the same for every device."""
+    generator = torch.Generator().manual_seed(case.seed)
+    q = _query_values(case, sum(case.new_tokens) + case.padding_tokens, generator).to(case.dtype)
+    rows = tuple(_cache_values(case, length, generator) for length in case.seq_lens)
+    return DecodeValues(case, q, rows)
+
+
+def make_decode_inputs(case: DecodeCase, device: torch.device | str = "cpu") -> DecodeInputs:
+    """Tensors of a case in adversarial memory: `lay_out_decode` of `draw_decode_values`."""
+    return lay_out_decode(draw_decode_values(case), device)
+
+
+def lay_out_decode(values: DecodeValues, device: torch.device | str = "cpu", *, poison: bool = True) -> DecodeInputs:
+    """Put the numbers into pages, in shuffled order, a few pages belonging to nobody.
 
     Arguments:
-        case: what to make.
-        device: where; numbers are drawn on the CPU.
+        values: what to lay out.
+        device: where.
+        poison: what no request owns is NaN in the cache (the largest finite number in fp8, whose NaN some devices read as
+            a number) and `UNUSED_PAGE` in the block table, and `out` is NaN. Otherwise all of it is harmless: 0, page 0,
+            and 7 in `out`. A right result has the same bits either way.
     """
+    case = values.case
     generator = torch.Generator().manual_seed(case.seed)
-    tokens = sum(case.new_tokens) + case.padding_tokens
-    q = _buffer(case, (tokens, case.num_heads, case.latent_dim), case.dtype, math.nan)
-    q.copy_(_query_values(case, tokens, generator))
-
     pages = [-(-length // case.page_size) for length in case.seq_lens]
-    shared = min(case.shared_pages, *pages) if pages else 0
+    shared = case.full_shared_pages
     owned = sum(pages) - shared * max(len(pages) - 1, 0)
-    spare = 3
-    order = torch.randperm(owned + spare, generator=generator).int() + case.first_page
-    table = torch.full((len(pages), max(pages, default=0) + 2), UNUSED_PAGE, dtype=torch.int32)
+    order = torch.randperm(owned + SPARE_PAGES, generator=generator).int() + case.first_page
+    table = torch.full((len(pages), max(pages, default=0) + 2), UNUSED_PAGE if poison else case.first_page, dtype=torch.int32)
     taken = shared
     for request, count in enumerate(pages):
         table[request, :shared] = order[:shared]
         table[request, shared:count] = order[taken : taken + count - shared]
         taken += count - shared
 
-    poison = math.nan if case.cache_dtype.itemsize > 1 else torch.finfo(case.cache_dtype).max
-    kv_cache = _buffer(
-        case, (case.first_page + owned + spare, case.page_size, case.latent_dim), case.cache_dtype, poison, untouched=case.first_page
-    )
-    for request, length in enumerate(case.seq_lens):
-        rows = _cache_values(case, length, generator)
+    nobodys = (math.nan if case.cache_dtype.itemsize > 1 else torch.finfo(case.cache_dtype).max) if poison else 0.0
+    num_pages = case.first_page + owned + SPARE_PAGES
+    kv_cache = _buffer(case, (num_pages, case.page_size, case.latent_dim), case.cache_dtype, nobodys, untouched=case.first_page)
+    for request in reversed(range(len(pages))):  # the first request last: it has the say in shared pages
         for page in range(pages[request]):
-            part = rows[page * case.page_size : (page + 1) * case.page_size]
+            part = values.rows[request][page * case.page_size : (page + 1) * case.page_size]
             kv_cache[table[request, page], : len(part)] = part
 
-    out = _buffer(case, (tokens, case.num_heads, case.kv_lora_rank), case.dtype, math.nan)
+    q = _buffer(case, tuple(values.q.shape), case.dtype, math.nan)
+    q.copy_(values.q)
+    out = _buffer(case, (len(q), case.num_heads, case.kv_lora_rank), case.dtype, math.nan if poison else 7.0)
     meta = decode_metadata(table, list(case.seq_lens), list(case.new_tokens), page_size=case.page_size, device=device)
     return DecodeInputs(case, _moved(q, device), _moved(kv_cache, device), meta, _moved(out, device))
 
@@ -209,7 +242,7 @@ def _cache_values(case: DecodeCase, length: int, generator: torch.Generator) -> 
     return values.to(case.cache_dtype)
 
 
-def _buffer(case: DecodeCase, shape: tuple[int, int, int], dtype: torch.dtype, fill: float, untouched: int = 0) -> torch.Tensor:
+def _buffer(case: DecodeCase, shape: tuple[int, ...], dtype: torch.dtype, fill: float, untouched: int = 0) -> torch.Tensor:
     """A tensor full of `fill` from row `untouched` on; a slice of a wider one where the case asks for strides."""
     wide = (shape[0], shape[1] + 1, shape[2] + 16) if case.strided else shape
     buffer = torch.empty(wide, dtype=dtype)  # what is never touched takes no memory

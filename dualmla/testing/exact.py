@@ -39,7 +39,9 @@ class Exact:
     value_rms: float
 
 
-def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, *, causal: bool, dtype: torch.dtype) -> Exact:
+def exact_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, *, causal: bool, dtype: torch.dtype, shift: int = 0
+) -> Exact:
     """Attention of one request in float64, and the error a flash-attention kernel may make: the one error budget.
 
     With u the unit roundoff of `dtype` (2^-8 bf16, 2^-11 fp16, 2^-24 fp32), u32 = 2^-24, D numbers a key, N keys seen,
@@ -62,6 +64,7 @@ def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_s
         q: [n, H, D], k: [m, H or 1, D], v: [m, H or 1, D_v]; the very values the backend read.
         causal: bottom-right.
         dtype: of the output and of P.
+        shift: keys that each query sees beyond its causal limit: 0 is right, others tell what a faulty mask computes.
     """
     n, heads, dim = q.shape
     m, one_key_head = k.shape[0], k.shape[1] == 1
@@ -73,7 +76,7 @@ def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_s
     lse = torch.empty(heads, n, dtype=torch.float64, device=q.device)
     out_allowed, lse_allowed = torch.empty_like(out), torch.empty_like(lse)
     for i in range(n):
-        seen = min(max(m - n + i + 1, 0), m) if causal else m
+        seen = min(max(m - n + i + 1 + shift, 0), m) if causal else m
         k_seen, v_seen = k[:seen], v[:seen]
         if one_key_head:  # heads as tokens: the rows are not repeated for each head
             o, row_lse = attend(q[i][:, None], k_seen, v_seen, softmax_scale, causal=False)
@@ -98,9 +101,16 @@ def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_s
     return Exact(out, lse, out_allowed, lse_allowed, float(v.square().mean().sqrt()) if v.numel() else 0.0)
 
 
-def exact_decode(inputs: DecodeInputs) -> Exact:
-    """The truth of a case; rows of padding are 0 and -inf, and must be so exactly."""
+def exact_decode(inputs: DecodeInputs, *, softmax_scale: float | None = None, shift: int = 0) -> Exact:
+    """The truth of a case; rows of padding are 0 and -inf, and must be so exactly.
+
+    Arguments:
+        inputs: a laid-out case.
+        softmax_scale: another than the case's, to tell what a backend with a wrong scale computes.
+        shift: as in `exact_attention`.
+    """
     case, q = inputs.case, inputs.q
+    scale = case.softmax_scale if softmax_scale is None else softmax_scale
     tokens, heads, rank = inputs.out.shape
     out = torch.zeros(tokens, heads, rank, dtype=torch.float64, device=q.device)
     lse = torch.full((heads, tokens), -math.inf, dtype=torch.float64, device=q.device)
@@ -109,7 +119,7 @@ def exact_decode(inputs: DecodeInputs) -> Exact:
     for request, (new, length) in enumerate(zip(case.new_tokens, case.seq_lens, strict=True)):
         rows = latent_rows(inputs.kv_cache, inputs.meta.block_table[request], length)[:, None].double() * (case.k_scale or 1.0)
         part = slice(first, first + new)
-        exact = exact_attention(q[part], rows, rows[..., :rank], case.softmax_scale, causal=case.causal, dtype=case.dtype)
+        exact = exact_attention(q[part], rows, rows[..., :rank], scale, causal=case.causal, dtype=case.dtype, shift=shift)
         out[part], lse[:, part] = exact.out, exact.lse
         out_allowed[part], lse_allowed[:, part] = exact.out_allowed, exact.lse_allowed
         first += new
