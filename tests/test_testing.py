@@ -56,7 +56,7 @@ def test_honest_arithmetic_is_within_budget(data, dtype, lens):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "used", "allowed"), [(torch.bfloat16, 0.1, 4e-2), (torch.float16, 0.1, 5e-3), (torch.float32, 1e-3, 5e-4)], ids=str
+    ("dtype", "used", "allowed"), [(torch.bfloat16, 0.1, 5e-2), (torch.float16, 0.1, 7e-3), (torch.float32, 1e-3, 1e-3)], ids=str
 )
 def test_the_budget_is_not_generous(dtype, used, allowed):
     """On N(0, 1) data. In fp32 the sums of 576 products have the most of it, of which a CPU's sums need little."""
