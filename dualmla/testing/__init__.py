@@ -1,0 +1,43 @@
+"""What tests, benchmarks, the command line and other people's tests share: cases, adversarial inputs, one judge, one error budget.
+
+from dualmla.testing import QUICK_GRID, assert_decode_agrees, make_decode_inputs, run_decode
+
+@pytest.mark.parametrize("case", QUICK_GRID, ids=str)
+def test_my_kernel(case):
+    inputs = make_decode_inputs(case, "cuda")
+    out, lse = run_decode(inputs, backend="triton")  # or your kernel on inputs.q, inputs.kv_cache, inputs.meta
+    assert_decode_agrees(out, lse, inputs)
+"""
+
+from dualmla.testing.cases import (
+    UNUSED_PAGE,
+    YARN_SCALE,
+    DecodeCase,
+    DecodeInputs,
+    make_decode_inputs,
+    poisoned_allocations,
+    run_decode,
+)
+from dualmla.testing.compare import Comparison, assert_bits_equal, assert_decode_agrees, compare, compare_decode, cosine_difference
+from dualmla.testing.exact import Exact, exact_attention, exact_decode
+from dualmla.testing.grids import QUICK_GRID
+
+__all__ = [
+    "QUICK_GRID",
+    "UNUSED_PAGE",
+    "YARN_SCALE",
+    "Comparison",
+    "DecodeCase",
+    "DecodeInputs",
+    "Exact",
+    "assert_bits_equal",
+    "assert_decode_agrees",
+    "compare",
+    "compare_decode",
+    "cosine_difference",
+    "exact_attention",
+    "exact_decode",
+    "make_decode_inputs",
+    "poisoned_allocations",
+    "run_decode",
+]
