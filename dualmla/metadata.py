@@ -7,10 +7,11 @@ views (`decode_metadata`, `prefill_metadata`) whose indptr start at 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -92,20 +93,20 @@ class MLAMetadata:
     def decode_metadata(self) -> MLAMetadata | None:
         """The decodes alone, None when there are none; the same object on each access."""
         self.check_current()
-        return self._decode_view
+        if self.num_decodes == 0:
+            return None
+        return self._decode_view if self.num_prefills else self  # cached in itself, only the collector would free it
 
     @property
     def prefill_metadata(self) -> MLAMetadata | None:
         """The prefills alone, None when there are none; the same object on each access."""
         self.check_current()
-        return self._prefill_view
+        if self.num_prefills == 0:
+            return None
+        return self._prefill_view if self.num_decodes else self
 
     @cached_property
-    def _decode_view(self) -> MLAMetadata | None:
-        if self.num_decodes == 0:
-            return None
-        if self.num_prefills == 0:
-            return self
+    def _decode_view(self) -> MLAMetadata:
         n, tokens = self.num_decodes, self.num_decode_tokens
         return MLAMetadata(
             block_table=self.block_table[:n],
@@ -127,11 +128,7 @@ class MLAMetadata:
         )
 
     @cached_property
-    def _prefill_view(self) -> MLAMetadata | None:
-        if self.num_prefills == 0:
-            return None
-        if self.num_decodes == 0:
-            return self
+    def _prefill_view(self) -> MLAMetadata:
         n, tokens = self.num_decodes, self.num_decode_tokens
         paged_kv_indptr = self.paged_kv_indptr[n:] - self.paged_kv_indptr[n]
         return MLAMetadata(
@@ -220,7 +217,7 @@ class MLAMetadataBuilder:
                 f"block_table has {block_table.shape[1]} pages a request, the builder was made for "
                 f"max_num_pages_per_seq={self.max_num_pages_per_seq}"
             )
-        host_lens = _host_lengths(query_lens)
+        host_lens = _host_lengths("query_lens", query_lens)
         if self.max_num_tokens is not None and sum(host_lens) > self.max_num_tokens:
             raise ValueError(f"query_lens sum to {sum(host_lens)}, the builder was made for max_num_tokens={self.max_num_tokens}")
         leading = next((i for i, n in enumerate(host_lens) if n > self.decode_threshold), num_reqs)
@@ -270,11 +267,14 @@ def decode_metadata(
     if not isinstance(block_table, torch.Tensor):
         raise TypeError(f"block_table must be an int32 tensor, got {type(block_table).__name__}")
     block_table = block_table.to(device)
-    seq_lens = _on_device(seq_lens, device)
+    if isinstance(seq_lens, torch.Tensor):
+        seq_lens = seq_lens.to(device)
+    else:
+        seq_lens = torch.tensor(_host_lengths("seq_lens", seq_lens), dtype=torch.int32, device=device)
     if query_lens is None:
         query_lens = [1] * seq_lens.shape[0]
     num_reqs = _check_batch(block_table, seq_lens, query_lens, page_size, device)
-    return _assemble(block_table, seq_lens, _host_lengths(query_lens), page_size, num_decodes=num_reqs)
+    return _assemble(block_table, seq_lens, _host_lengths("query_lens", query_lens), page_size, num_decodes=num_reqs)
 
 
 def pack_page_ids(block_table: torch.Tensor, paged_kv_indptr: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -346,14 +346,16 @@ def _indptr(lengths: torch.Tensor) -> torch.Tensor:
     return indptr
 
 
-def _host_lengths(query_lens: Lengths) -> list[int]:
-    return query_lens.tolist() if isinstance(query_lens, torch.Tensor) else list(query_lens)
-
-
-def _on_device(lengths: Lengths, device: torch.device) -> torch.Tensor:
+def _host_lengths(name: str, lengths: Lengths) -> list[int]:
+    """As Python ints; a tensor on a GPU waits for it."""
     if isinstance(lengths, torch.Tensor):
-        return lengths.to(device)
-    return torch.tensor(list(lengths), dtype=torch.int32, device=device)
+        return lengths.tolist()
+    if not isinstance(lengths, Collection):
+        raise TypeError(f"{name} must be a tensor or a sequence of ints, got {type(lengths).__name__}")
+    for length in lengths:
+        if not isinstance(length, SupportsIndex):
+            raise TypeError(f"{name} must be ints, got {length!r}")
+    return [operator.index(length) for length in lengths]
 
 
 def _check_batch(block_table: torch.Tensor, seq_lens: torch.Tensor, query_lens: Lengths, page_size: int, device: torch.device) -> int:
@@ -364,10 +366,12 @@ def _check_batch(block_table: torch.Tensor, seq_lens: torch.Tensor, query_lens: 
         raise ValueError(f"seq_lens has {seq_lens.shape[0]} requests, block_table has {num_reqs}")
     if isinstance(query_lens, torch.Tensor):
         check_index_tensor("query_lens", query_lens, rank=1, device=None)
+    else:
+        query_lens = _host_lengths("query_lens", query_lens)
     if len(query_lens) != num_reqs:
         raise ValueError(f"query_lens has {len(query_lens)} requests, block_table has {num_reqs}")
     if not isinstance(query_lens, torch.Tensor) or reads_allowed(query_lens):
-        worst = min(_host_lengths(query_lens), default=0)
+        worst = min(_host_lengths("query_lens", query_lens), default=0)
         if worst < 0:
             raise ValueError(f"query_lens must not be negative, got {worst}")
     if num_reqs and reads_allowed(seq_lens):

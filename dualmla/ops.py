@@ -47,7 +47,8 @@ def mla_decode(
         meta: `MLAMetadata.decode_metadata`, or what `decode_metadata()` returned; may describe fewer tokens than T.
         softmax_scale: factor of the scores; never derived from a head dimension.
         causal: query i of n sees the first seq_len - n + i + 1 tokens; else all of them.
-        out: [T, H, kv_lora_rank], written and returned when given.
+        out: [T, H, kv_lora_rank], written and returned when given. Where the metadata carries no config and a row could
+            be split in two ways (80 to 192 numbers), it says which.
         return_lse: also return fp32 [H, T], natural log, of the scaled scores.
         k_scale: what a float8 cache was divided by.
         num_kv_splits: splits of every row, so that a row has the same bits alone and in a batch; None: balanced.
@@ -74,7 +75,7 @@ def mla_decode(
             f"meta holds {meta.num_prefills} prefills beside {meta.num_decodes} decodes; "
             "mla_decode wants meta.decode_metadata and the tokens of the decodes"
         )
-    rank = split_latent(latent_dim, meta)
+    rank = split_latent(latent_dim, meta, out)
     scale = check_scale("softmax_scale", softmax_scale)
     k_scale = check_k_scale(k_scale, q.device)
     if num_kv_splits is not None and (not isinstance(num_kv_splits, int) or not 1 <= num_kv_splits <= MAX_KV_SPLITS):

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import os
 
@@ -66,7 +67,7 @@ def is_aiter_mla_enabled() -> bool:
     """Whether the environment lets AITER be used: True when forced, False when another is, else what vLLM's flags say.
 
     Raises:
-        ValueError: `DUALMLA_BACKEND` or a flag has an unknown value.
+        ValueError: `DUALMLA_BACKEND` has an unknown value.
     """
     forced = _requested(None)
     return forced == "aiter" if forced != "auto" else not _flags_off()
@@ -132,6 +133,7 @@ def backend_for_device(device: torch.device, backend: str | None) -> type[MLABac
 
 def _requested(backend: str | None) -> str:
     """The argument, else the variable, else "auto"; in lower case and known."""
+    _warn_of_unknown_variables()
     source, value = ("backend", backend) if backend is not None else ("DUALMLA_BACKEND", os.environ.get("DUALMLA_BACKEND") or "auto")
     if not isinstance(value, str):
         raise TypeError(f"backend must be None or a str, got {value!r}")
@@ -166,7 +168,6 @@ def _report(name: str, cfg: MLAConfig | None, device: torch.device, requested: s
 
 @functools.cache
 def _choose(cfg: MLAConfig, device: torch.device, requested: str, flags_off: tuple[str, ...]) -> type[MLABackend]:
-    _warn_of_unknown_variables()
     if requested != "auto":
         report = _report(requested, cfg, device, requested, flags_off)
         if not report.usable:
@@ -183,7 +184,6 @@ def _choose(cfg: MLAConfig, device: torch.device, requested: str, flags_off: tup
 @functools.cache
 def _candidates(device: torch.device, requested: str, flags_off: tuple[str, ...]) -> list[type[MLABackend]]:
     """What can run on the device, in order; at least one."""
-    _warn_of_unknown_variables()
     names = _preference if requested == "auto" else [requested]
     reports = [_report(name, None, device, requested, flags_off) for name in names]
     usable = [_registry[report.name] for report in reports if report.usable]
@@ -238,7 +238,7 @@ def _delegating(backend: type[MLABackend], fallback: type[MLABackend]) -> type[M
 
 def _say_chosen(chosen: type[MLABackend], reports: list[BackendReport], device: torch.device) -> None:
     """One line: which backend, and why each better one was refused."""
-    refused = [report for report in reports[: [r.name for r in reports].index(chosen.name)] if report.reasons]
+    refused = list(itertools.takewhile(lambda report: not report.usable, reports))
     because = "".join(f"; {report.name} refused: {', '.join(report.reasons)}" for report in refused)
     expected = any(_registry[report.name].expected_on(device) for report in refused)
     _log_once(logging.WARNING if expected else logging.INFO, f"using {chosen.get_name()} on {device}{because}")

@@ -127,17 +127,30 @@ def cache_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
     return (dtype, *FLOAT8_DTYPES)
 
 
-def split_latent(latent_dim: int, meta: MLAMetadata) -> int:
-    """kv_lora_rank of rows of `latent_dim`: the config's, or the largest power of two that leaves a rope part."""
+def split_latent(latent_dim: int, meta: MLAMetadata, out: torch.Tensor | None) -> int:
+    """kv_lora_rank of rows of `latent_dim`: the config's, else that of `out` [T, H, kv_lora_rank], else the only one possible."""
     if meta.config is not None:
         if meta.config.latent_dim != latent_dim:
             raise ValueError(
                 f"kv_cache has rows of {latent_dim}, the metadata was built for kv_lora_rank + qk_rope_head_dim = {meta.config.latent_dim}"
             )
         return meta.config.kv_lora_rank
-    rank = min(1 << (max(latent_dim - 16, 1).bit_length() - 1), 512)
-    check_latent_dims(rank, latent_dim - rank)
-    return rank
+    if isinstance(out, torch.Tensor) and out.dim():
+        check_latent_dims(out.shape[-1], latent_dim - out.shape[-1])
+        return out.shape[-1]
+    ranks = [rank for rank in (512, 256, 128, 64, 32) if 16 <= latent_dim - rank <= 128]
+    if latent_dim % 16 or not ranks:
+        raise ValueError(
+            f"kv_cache has rows of {latent_dim}; they must be kv_lora_rank (a power of two, 32 to 512) and "
+            "qk_rope_head_dim (a multiple of 16, 16 to 128) together"
+        )
+    if len(ranks) > 1:
+        splits = ", ".join(f"{rank} + {latent_dim - rank}" for rank in ranks)
+        raise ValueError(
+            f"kv_cache has rows of {latent_dim}, whose kv_lora_rank + qk_rope_head_dim may be {splits}; "
+            "out [T, H, kv_lora_rank] or the metadata of an MLAMetadataBuilder says which"
+        )
+    return ranks[0]
 
 
 def check_meta(meta: MLAMetadata, *, num_tokens: int, num_heads: int, dtype: torch.dtype, kv_cache: torch.Tensor) -> None:

@@ -280,7 +280,7 @@ def mla_decode(
     num_tokens, heads, rank = out.shape
     num_reqs = seq_lens.shape[0]
     rope = q.shape[2] - rank
-    if num_reqs == 0 or max_query_len == 0 or block_table.shape[1] == 0:
+    if num_reqs == 0 or max_query_len == 0 or block_table.shape[1] == 0:  # a table without pages: an engine's profile run
         out.zero_()
         if lse is not None:
             lse.fill_(float("-inf"))

@@ -1,0 +1,73 @@
+"""What every test file shares: the device, the backends that run on it, a clean environment, and fresh interpreters."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import settings
+
+import dualmla
+
+# shapes come from a fixed seed and a slow interpreter runs them: no deadline, no database beside the sources
+settings.register_profile("dualmla", deadline=None, derandomize=True, database=None)
+settings.load_profile("dualmla")
+
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+USABLE = [report.name for report in dualmla.explain(dualmla.MLAConfig(num_heads=16, softmax_scale=0.1), DEVICE) if report.usable]
+
+VARIABLES = ("TRITON_INTERPRET", "VLLM_ROCM_USE_AITER", "VLLM_ROCM_USE_AITER_MLA")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that asks for `backend` runs on every backend usable here."""
+    if "backend" in metafunc.fixturenames:
+        metafunc.parametrize("backend", USABLE)
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """The GPU where there is one, else the CPU."""
+    return DEVICE
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The developer's own flags decide nothing in a test."""
+    for name in [*VARIABLES, *(name for name in os.environ if name.startswith("DUALMLA_"))]:
+        monkeypatch.delenv(name, raising=False)
+
+
+RunPython = Callable[..., str]
+
+
+def _environment() -> dict[str, str]:
+    environment = {k: v for k, v in os.environ.items() if k not in VARIABLES and not k.startswith("DUALMLA_")}
+    return environment | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+@pytest.fixture(scope="session")
+def run_python() -> RunPython:
+    """A function that runs code in a fresh interpreter and returns what it printed; fails when it fails."""
+
+    def run(code: str, *arguments: str, **variables: str) -> str:
+        command = [sys.executable, "-c", code, *arguments]
+        done = subprocess.run(command, env=_environment() | variables, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def start_python() -> Callable[[str], subprocess.Popen[str]]:
+    """A function that starts code in a fresh interpreter which one then talks to over pipes."""
+
+    def start(code: str) -> subprocess.Popen[str]:
+        return subprocess.Popen([sys.executable, "-c", code], env=_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    return start
