@@ -29,7 +29,7 @@ import triton.language as tl
 
 from dualmla_kernels.launch import launch
 from dualmla_kernels.numerics import cast, dot
-from dualmla_kernels.plan import SplitPlan, balanced_plan, fixed_plan
+from dualmla_kernels.plan import PlanShape, SplitPlan, balanced_plan, fixed_plan
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -241,11 +241,17 @@ def plan_decode(
         dtype: of the queries.
         num_kv_splits: pieces of every request; None: equal shares of the device.
     """
-    config = decode_config(_config_rows(num_heads, max_query_len, num_kv_splits), dtype, seq_lens.device)
     if num_kv_splits is not None:
+        config = decode_config(_config_rows(num_heads, max_query_len, num_kv_splits), dtype, seq_lens.device)
         return fixed_plan(seq_lens, splits=num_kv_splits, tile=config.block_n)
+    return balanced_plan(seq_lens, plan_shape(num_heads, max_query_len, dtype, seq_lens.device))
+
+
+def plan_shape(num_heads: int, max_query_len: int, dtype: torch.dtype, device: torch.device) -> PlanShape:
+    """What a balanced plan for these decodes is made for: host numbers alone, so that a captured launch stays right."""
+    config = decode_config(_config_rows(num_heads, max_query_len, None), dtype, device)
     groups = triton.cdiv(num_heads * max_query_len, config.block_m)
-    return balanced_plan(seq_lens, parts=max(config.programs // groups, 1), tile=config.block_n)
+    return PlanShape(parts=max(config.programs // groups, 1), tile=config.block_n)
 
 
 def _config_rows(num_heads: int, max_query_len: int, num_kv_splits: int | None) -> int:
