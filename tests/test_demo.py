@@ -54,14 +54,14 @@ def as_run(requests):
     return report.Run("name", 1, requests, 1.0, 1.0)
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_same_tokens_as_the_library(backend):
-    agreed, printed = run_small(backend=backend, device=None)
+@pytest.mark.parametrize("name", ["reference", "triton"])
+def test_same_tokens_as_the_library(name):
+    agreed, printed = run_small(backend=name, device=None)
     assert agreed
     assert "PASS" in printed
-    assert re.search(rf"{backend} +│ runs ", printed)
+    assert re.search(rf"{name} +│ runs ", printed)
     for page_size in (1, 16):
-        assert re.search(rf"{backend.upper()}_MLA +{page_size} +6/6 ", printed)
+        assert re.search(rf"{name.upper()}_MLA +{page_size} +6/6 ", printed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
