@@ -30,11 +30,11 @@ def _encode(x, dtype: tl.constexpr, FORMAT: tl.constexpr, EXACT: tl.constexpr):
     """fp32 `x` as the cache stores it; float8 as its bits."""
     if FORMAT == PLAIN:
         return cast(x, dtype, EXACT)
-    else:  # noqa: RET505 - the compiler types both returns otherwise
+    else:  # without it the compiler would type both returns
         return float8_bits(x, FORMAT == E4M3FNUZ)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slot_mapping_ptr"])
 def _concat_and_cache(
     kv_c_ptr, k_pe_ptr, kv_ptr, slot_mapping_ptr, k_scale_ptr, k_scale, kv_c_stride, k_pe_stride, page_stride, slot_stride,
     D: tl.constexpr, R: tl.constexpr, R_PADDED: tl.constexpr, PAGE: tl.constexpr, FORMAT: tl.constexpr, EXACT: tl.constexpr,
@@ -56,7 +56,8 @@ def _concat_and_cache(
         tl.store(row + D + orope, _encode(tl.div_rn(k_pe, scale_r), element, FORMAT, EXACT), mask=orope < R)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_rows"])
+# what changes from batch to batch is no reason to compile again
+@triton.jit(do_not_specialize=["block_table_ptr", "cu_seqlens_ptr", "seq_starts_ptr", "num_reqs", "num_rows", "table_stride"])
 def _gather(
     kv_ptr, block_table_ptr, cu_seqlens_ptr, seq_starts_ptr, out_ptr, k_scale_ptr, k_scale, num_reqs, num_rows,
     table_stride, page_stride, slot_stride, out_stride,

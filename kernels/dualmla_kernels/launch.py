@@ -50,7 +50,7 @@ def _twin(function: Callable[..., Any]) -> Any:
 
     class Twin(InterpretedFunction):  # type: ignore[misc]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            """A call by another kernel. The interpreter patches the language anew each time, which costs more than the call: once is enough."""
+            """A call by another kernel. The interpreter patches the language anew each time, at a higher cost than the call's own."""
             scope = id(self.fn.__globals__)
             if scope in _patched:
                 return self.rewrite()(*args, **kwargs)

@@ -21,7 +21,13 @@ from dualmla_kernels.launch import launch
 from dualmla_kernels.numerics import cast
 
 
-@triton.jit(do_not_specialize=["rows"])
+# what changes from batch to batch is no reason to compile again
+@triton.jit(
+    do_not_specialize=[
+        "lse_a_ptr", "lse_b_ptr", "lse_ptr", "rows", "lse_a_head_stride", "lse_a_token_stride",
+        "lse_b_head_stride", "lse_b_token_stride", "lse_head_stride", "lse_token_stride",
+    ]
+)  # fmt: skip
 def _merge(
     out_a_ptr, lse_a_ptr, out_b_ptr, lse_b_ptr, out_ptr, lse_ptr, rows,
     a_token_stride, a_head_stride, lse_a_head_stride, lse_a_token_stride,

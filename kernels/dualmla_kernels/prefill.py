@@ -70,7 +70,10 @@ def _tile(
     return m_new, l, acc
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_tokens", "blocks"])
+# what changes from batch to batch is no reason to compile again
+@triton.jit(
+    do_not_specialize=["cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "num_reqs", "num_tokens", "blocks", "lse_head_stride", "lse_token_stride"]
+)
 def _prefill(
     q_ptr, k_ptr, v_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, out_ptr, lse_ptr,
     softmax_scale, num_reqs, num_tokens, blocks,
@@ -113,10 +116,9 @@ def _prefill(
         o0, o1, on = tl.arange(0, D0), tl.arange(0, D1_PADDED), tl.arange(0, BN)
         q_row = q_ptr + token * q_token_stride + far_head * q_head_stride
         q0 = _load(q_row[:, None] + o0[None, :], live, o0 < D0, True, False)
+        q1 = q0
         if D1 > 0:
             q1 = _load(q_row[:, None] + (D0 + o1)[None, :], live, o1 < D1, True, D1 != D1_PADDED)
-        else:
-            q1 = q0
         k_head = k_ptr + first_key.to(tl.int64) * k_token_stride + far_head * k_head_stride
         v_head = v_ptr + first_key.to(tl.int64) * v_token_stride + far_head * v_head_stride
         c = softmax_scale * LOG2E
