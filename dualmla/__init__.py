@@ -9,7 +9,7 @@ from dualmla.backends.reference import ReferenceMLABackend, ReferenceMLAImpl
 from dualmla.backends.triton import TritonMLABackend, TritonMLAImpl
 from dualmla.config import MLAConfig
 from dualmla.metadata import MLAMetadata, MLAMetadataBuilder, decode_metadata
-from dualmla.ops import concat_and_cache_mla, mla_decode
+from dualmla.ops import concat_and_cache_mla, gather_kv_cache, merge_attn_states, mla_decode, mla_prefill
 from dualmla.selection import explain, is_aiter_mla_enabled, register_backend, select_backend
 
 __version__ = "0.1.0"
@@ -30,8 +30,11 @@ __all__ = [
     "concat_and_cache_mla",
     "decode_metadata",
     "explain",
+    "gather_kv_cache",
     "is_aiter_mla_enabled",
+    "merge_attn_states",
     "mla_decode",
+    "mla_prefill",
     "register_backend",
     "select_backend",
 ]

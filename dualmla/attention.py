@@ -1,10 +1,19 @@
 """The attention layer shared by all backends: cache write, projections, attention, up-projection.
 
-MLA absorbs W_UK into the query and W_UV into the output, so that attention runs over the latent rows themselves:
+The new latent rows are written to the cache first. Decodes then absorb W_UK into the query and W_UV into the output, so
+that attention runs over the latent rows themselves:
 
-    q_latent[t, h] = q_nope[t, h] W_UK[h]            [512]
+    q_latent[t, h] = q_nope[t, h] W_UK[h]            [kv_lora_rank]
     o_latent       = attention([q_latent | q_rope], latent rows)
     out[t, h]      = o_latent[t, h] W_UV[h]          [v_head_dim]
+
+Prefills have many queries for each key, and attend over smaller keys and values made from the latent rows:
+
+    k[s, h] = [W_UK[h] kv_c[s] | k_pe[s]]            [qk_head_dim]
+    v[s, h] = kv_c[s] W_UV[h]                        [v_head_dim]
+
+to their new tokens causally, to their context (a prefix hit, or earlier chunks of the prompt) in pieces of a bounded
+workspace, and the parts are merged by their LSE (`dualmla.context`).
 """
 
 from __future__ import annotations
@@ -13,13 +22,20 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from dualmla.config import MLAConfig
+from dualmla.config import FLOAT8_DTYPES, MLAConfig
+from dualmla.context import PrefillPlan, prefill_plan
 from dualmla.metadata import MLAMetadata
 from dualmla.validation import check_cache, check_k_scale, check_meta, check_tensor, check_written
+
+WORKSPACE_BYTES = 512 * 2**20
+"""What the up-projected context of all heads takes at most where `context_workspace_tokens` is left to us."""
 
 
 class AttentionOps(Protocol):
     """The functions that a backend hands to the shared forward; shapes as in `dualmla.backends.base`."""
+
+    @property
+    def absorbs_prefill(self) -> bool: ...
 
     def mla_decode(
         self,
@@ -39,6 +55,44 @@ class AttentionOps(Protocol):
         self, kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, *, k_scale: float | torch.Tensor
     ) -> None: ...
 
+    def mla_prefill(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float,
+        *,
+        causal: bool,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None: ...
+
+    def gather_kv_cache(
+        self,
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        seq_starts: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        k_scale: float | torch.Tensor,
+    ) -> None: ...
+
+    def merge_attn_states(
+        self,
+        out_a: torch.Tensor,
+        lse_a: torch.Tensor,
+        out_b: torch.Tensor,
+        lse_b: torch.Tensor,
+        *,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None: ...
+
 
 class MLAImpl:
     """One MLA layer.
@@ -47,7 +101,7 @@ class MLAImpl:
         cfg: sizes, scale, dtypes.
         w_uk: [num_heads, qk_nope_head_dim, kv_lora_rank], in `cfg.dtype`.
         w_uv: [num_heads, kv_lora_rank, v_head_dim], in `cfg.dtype`.
-        context_workspace_tokens: most context tokens up-projected at a time; None: chosen from the config.
+        context_workspace_tokens: most context tokens up-projected at a time; None: as many as `WORKSPACE_BYTES` hold.
         alibi_slopes, sliding_window, blocksparse_params, logits_soft_cap: accepted for engines' sake, refused when set.
 
     Raises:
@@ -82,9 +136,15 @@ class MLAImpl:
         shape_uv = (cfg.num_heads, cfg.kv_lora_rank, cfg.v_head_dim)
         check_tensor("w_uk", w_uk, rank=3, dtypes=(cfg.dtype,), device=None, shape=shape_uk, dense=False)
         check_tensor("w_uv", w_uv, rank=3, dtypes=(cfg.dtype,), device=w_uk.device, shape=shape_uv, dense=False)
+        if context_workspace_tokens is None:
+            numbers = cfg.latent_dim + cfg.num_heads * (cfg.qk_head_dim + cfg.v_head_dim)
+            context_workspace_tokens = max(WORKSPACE_BYTES // (numbers * cfg.dtype.itemsize), 1)
+        if not isinstance(context_workspace_tokens, int) or context_workspace_tokens < 1:
+            raise ValueError(f"context_workspace_tokens must be None or an int of at least 1, got {context_workspace_tokens!r}")
         self.cfg = cfg
         self.w_uk = w_uk
         self.w_uv = w_uv
+        self.context_workspace_tokens = context_workspace_tokens
 
     def forward(
         self,
@@ -135,7 +195,7 @@ class MLAImpl:
         if decodes is not None:
             self._absorbed(q[:cut], kv_cache, decodes, scale, output[:cut])
         if prefills is not None:
-            self._absorbed(q[cut:], kv_cache, prefills, scale, output[cut:])
+            self._prefill(q[cut:], kv_c[cut:], k_pe[cut:], kv_cache, prefills, scale, output[cut:])
         if decodes is None and prefills is None:
             output.zero_()
         return output
@@ -143,7 +203,11 @@ class MLAImpl:
     def _absorbed(
         self, q: torch.Tensor, kv_cache: torch.Tensor, meta: MLAMetadata, k_scale: float | torch.Tensor, output: torch.Tensor
     ) -> None:
+        """Attend over the latent rows themselves."""
         cfg = self.cfg
+        if meta.block_table.shape[1] == 0:  # a profile run: there are no pages yet
+            output.zero_()
+            return
         nope, rope = q[..., : cfg.qk_nope_head_dim], q[..., cfg.qk_nope_head_dim :]
         absorbed = torch.cat([torch.bmm(nope.transpose(0, 1), self.w_uk).transpose(0, 1), rope], -1)
         latent = torch.empty(q.shape[0], cfg.num_heads, cfg.kv_lora_rank, dtype=cfg.dtype, device=q.device)
@@ -151,4 +215,82 @@ class MLAImpl:
             absorbed, kv_cache, meta, cfg.softmax_scale, causal=True, out=latent, lse=None, k_scale=k_scale, num_kv_splits=None
         )
         heads = output.view(-1, cfg.num_heads, cfg.v_head_dim).transpose(0, 1)
-        heads.copy_(torch.bmm(latent.transpose(0, 1), self.w_uv))
+        torch.bmm(latent.transpose(0, 1), self.w_uv, out=heads)
+
+    def _prefill(
+        self,
+        q: torch.Tensor,
+        kv_c: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        meta: MLAMetadata,
+        k_scale: float | torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
+        """Attend over keys and values made from the latent rows: the new tokens' as they are, the context's from the cache."""
+        cfg = self.cfg
+        plan = prefill_plan(meta, self.context_workspace_tokens)
+        if meta.block_table.shape[1] and self._absorbs(plan):
+            self._absorbed(q, kv_cache, meta, k_scale, output)
+            return
+        keys = slice(meta.num_tokens) if plan.key_rows is None else plan.key_rows
+        k, v = self._up_project(kv_c[keys], k_pe[keys])
+        out = output.view(-1, cfg.num_heads, cfg.v_head_dim)
+        lse = torch.empty(cfg.num_heads, q.shape[0], dtype=torch.float32, device=q.device) if plan.chunks else None
+        longest = meta.max_query_len
+        self.ops.mla_prefill(q, k, v, meta.qo_indptr, plan.cu_seqlens_k, longest, longest, cfg.softmax_scale, causal=True, out=out, lse=lse)
+        if lse is None:
+            return
+        # a token may meet many pieces of its context: rounded once, at the end
+        merged = out if len(plan.chunks) == 1 else out.float()
+        for chunk in plan.chunks:
+            latent = torch.empty(chunk.num_keys, cfg.latent_dim, dtype=cfg.dtype, device=q.device)
+            table = meta.block_table[chunk.requests]
+            self.ops.gather_kv_cache(kv_cache, table, chunk.cu_seqlens_k, chunk.seq_starts, latent, k_scale=k_scale)
+            k, v = self._up_project(latent[:, : cfg.kv_lora_rank], latent[:, cfg.kv_lora_rank :])
+            part_q, part_lse = q[chunk.tokens], torch.empty_like(lse[:, chunk.tokens])
+            part = torch.empty(*part_q.shape[:2], cfg.v_head_dim, dtype=cfg.dtype, device=q.device)
+            self.ops.mla_prefill(
+                part_q, k, v, chunk.cu_seqlens_q, chunk.cu_seqlens_k, chunk.max_seqlen_q, chunk.max_seqlen_k, cfg.softmax_scale,
+                causal=False, out=part, lse=part_lse,
+            )  # fmt: skip
+            state, state_lse = merged[chunk.tokens], lse[:, chunk.tokens]
+            self.ops.merge_attn_states(state, state_lse, part, part_lse, out=state, lse=state_lse)
+        if merged is not out:
+            out.copy_(merged)
+
+    def _absorbs(self, plan: PrefillPlan) -> bool:
+        """Whether the prefills take the absorbed path. In an fp8 cache the new tokens' keys are less exact than as given: never."""
+        return (
+            self.ops.absorbs_prefill
+            and self.cfg.cache_dtype not in FLOAT8_DTYPES
+            and absorbed_is_cheaper(self.cfg, plan.query_lens, plan.context_lens)
+        )
+
+    def _up_project(self, kv_c: torch.Tensor, k_pe: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [S, H, qk_head_dim] and values [S, H, v_head_dim] of latent rows `kv_c` [S, kv_lora_rank], `k_pe` [S, qk_rope_head_dim]."""
+        cfg, tokens = self.cfg, kv_c.shape[0]
+        k = torch.empty(tokens, cfg.num_heads, cfg.qk_head_dim, dtype=cfg.dtype, device=kv_c.device)
+        v = torch.empty(tokens, cfg.num_heads, cfg.v_head_dim, dtype=cfg.dtype, device=kv_c.device)
+        rows = kv_c.expand(cfg.num_heads, -1, -1)
+        torch.bmm(rows, self.w_uk.transpose(1, 2), out=k[..., : cfg.qk_nope_head_dim].transpose(0, 1))
+        torch.bmm(rows, self.w_uv, out=v.transpose(0, 1))
+        k[..., cfg.qk_nope_head_dim :] = k_pe[:, None]
+        return k, v
+
+
+def absorbed_is_cheaper(cfg: MLAConfig, query_lens: list[int], context_lens: list[int]) -> bool:
+    """Whether prefills take fewer flops over the latent rows than over up-projected keys and values.
+
+    With n queries over c tokens of context, L = kv_lora_rank, N, R = qk_nope_head_dim, qk_rope_head_dim, V = v_head_dim and
+    p = n c + n^2 / 2 pairs of query and key, multiply-adds a head are
+
+        up-projected    (n + c) L (N + V)  +  p (N + R + V)        every key is projected
+        absorbed         n      L (N + V)  +  p (2 L + R)          every query is, in and out
+
+    so that absorbing saves c L (N + V) and costs p (2 L - N - V) more: with DeepSeek's sizes it is cheaper for fewer than
+    about 170 queries over a long context, and never without one.
+    """
+    saved = sum(max(c, 0) for c in context_lens) * cfg.kv_lora_rank * (cfg.qk_nope_head_dim + cfg.v_head_dim)
+    pairs = sum(n * max(c, 0) + n * n / 2 for n, c in zip(query_lens, context_lens, strict=True))
+    return pairs * (2 * cfg.kv_lora_rank - cfg.qk_nope_head_dim - cfg.v_head_dim) < saved

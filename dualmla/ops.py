@@ -11,10 +11,15 @@ from dualmla.selection import backend_for_decode, backend_for_device
 from dualmla.validation import (
     cache_dtypes,
     check_cache,
+    check_count,
+    check_head_dim,
+    check_index_tensor,
     check_k_scale,
     check_meta,
+    check_packed,
     check_scale,
     check_slots,
+    check_spans,
     check_tensor,
     check_written,
     split_latent,
@@ -93,6 +98,70 @@ def mla_decode(
     return out if lse is None else (out, lse)
 
 
+def mla_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    *,
+    causal: bool = True,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    backend: BackendName = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of packed requests over keys and values of their own a head.
+
+    Arguments:
+        q: [T, H, qk_head_dim]; bfloat16, float16 or float32; any strides but for a dense last dimension, as k, v and out.
+        k: [S, H, qk_head_dim].
+        v: [S, H, v_head_dim].
+        cu_seqlens_q, cu_seqlens_k: int32 [num_reqs + 1], first query and first key of each request, and the end; may end
+            before T and S.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths.
+        softmax_scale: factor of the scores; never derived from a head dimension.
+        causal: query i of n sees the first keys - n + i + 1 keys (bottom-right); else all of its request.
+        out: [T, H, v_head_dim], written and returned when given.
+        return_lse: also return fp32 [H, T], natural log, of the scaled scores.
+        backend: None or "auto" for the selection policy, or a registered name.
+
+    Returns:
+        out, or (out, lse). Every row is written; rows without keys, tokens past `cu_seqlens_q[-1]` included, are 0 and -inf.
+
+    Raises:
+        ValueError, TypeError: naming the argument, its value and what is allowed; nothing is launched then.
+        BackendUnavailable: a forced backend can't do this call.
+    """
+    check_tensor("q", q, rank=3, dtypes=COMPUTE_DTYPES, device=None)
+    tokens, heads, head_dim = q.shape
+    device, dtypes = q.device, (q.dtype,)
+    if heads < 1:
+        raise ValueError("q must have at least one head, got shape " + str(list(q.shape)))
+    check_tensor("k", k, rank=3, dtypes=dtypes, device=device, shape=(None, heads, head_dim))
+    check_tensor("v", v, rank=3, dtypes=dtypes, device=device, shape=(k.shape[0], heads, None))
+    check_head_dim("q", head_dim)
+    check_head_dim("v", v.shape[2])
+    max_seqlen_q, max_seqlen_k = check_count("max_seqlen_q", max_seqlen_q), check_count("max_seqlen_k", max_seqlen_k)
+    check_packed("cu_seqlens_q", cu_seqlens_q, tokens, max_seqlen_q, device)
+    check_packed("cu_seqlens_k", cu_seqlens_k, k.shape[0], max_seqlen_k, device)
+    if cu_seqlens_k.shape != cu_seqlens_q.shape:
+        raise ValueError(f"cu_seqlens_k has {cu_seqlens_k.shape[0] - 1} requests, cu_seqlens_q has {cu_seqlens_q.shape[0] - 1}")
+    scale = check_scale("softmax_scale", softmax_scale)
+    if out is None:
+        out = torch.empty(tokens, heads, v.shape[2], dtype=q.dtype, device=device)
+    else:
+        check_tensor("out", out, rank=3, dtypes=dtypes, device=device, shape=(tokens, heads, v.shape[2]))
+        check_written("out", out)
+    lse = torch.empty(heads, tokens, dtype=torch.float32, device=device) if return_lse else None
+    backend_for_device(device, backend).mla_prefill(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, causal=causal, out=out, lse=lse
+    )
+    return out if lse is None else (out, lse)
+
+
 def concat_and_cache_mla(
     kv_c: torch.Tensor,
     k_pe: torch.Tensor,
@@ -123,3 +192,85 @@ def concat_and_cache_mla(
     check_slots(slot_mapping, kv_c.shape[0], kv_cache)
     k_scale = check_k_scale(k_scale, device)
     backend_for_device(device, backend).concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, k_scale=k_scale)
+
+
+def gather_kv_cache(
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    seq_starts: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    k_scale: float | torch.Tensor | None = None,
+    backend: BackendName = None,
+) -> torch.Tensor:
+    """Copy a span of latent rows of each request out of the paged cache, side by side.
+
+    Arguments:
+        kv_cache: [num_pages, page_size, latent_dim], of out's dtype or float8.
+        block_table: int32 [num_reqs, max_pages].
+        cu_seqlens: int32 [num_reqs + 1], first row of each request in `out`, and the end.
+        seq_starts: int32 [num_reqs], the request's token that goes there first.
+        out: [tokens, latent_dim], written; bfloat16, float16 or float32.
+        k_scale: what a float8 cache was divided by.
+        backend: None or "auto" for the selection policy, or a registered name.
+
+    Returns:
+        out; rows past `cu_seqlens[-1]` are 0.
+
+    Raises:
+        ValueError, TypeError: naming the argument, its value and what is allowed; nothing is written then.
+    """
+    check_tensor("out", out, rank=2, dtypes=COMPUTE_DTYPES, device=None)
+    check_written("out", out)
+    device = out.device
+    check_cache(kv_cache, cache_dtypes(out.dtype), device, out.shape[1])
+    check_index_tensor("block_table", block_table, rank=2, device=device)
+    check_index_tensor("seq_starts", seq_starts, rank=1, device=device)
+    check_packed("cu_seqlens", cu_seqlens, out.shape[0], None, device)
+    check_spans(block_table, cu_seqlens, seq_starts, kv_cache)
+    k_scale = check_k_scale(k_scale, device)
+    backend_for_device(device, backend).gather_kv_cache(kv_cache, block_table, cu_seqlens, seq_starts, out, k_scale=k_scale)
+    return out
+
+
+def merge_attn_states(
+    out_a: torch.Tensor,
+    lse_a: torch.Tensor,
+    out_b: torch.Tensor,
+    lse_b: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    backend: BackendName = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One attention out of two attentions of the same queries over different keys.
+
+    Arguments:
+        out_a, out_b: [T, H, D], any strides but for a dense last dimension; bfloat16, float16 or float32, not necessarily
+            the same: fp32 keeps what merging many parts would round away.
+        lse_a, lse_b: fp32 [H, T], natural log, any strides; -inf marks a part without keys, whose output is never looked at.
+        out: [T, H, D], written and returned when given, may be `out_a` or `out_b`; None: a new one of their wider dtype.
+        backend: None or "auto" for the selection policy, or a registered name.
+
+    Returns:
+        out and lse fp32 [H, T]; 0 and -inf where both parts are without keys.
+
+    Raises:
+        ValueError, TypeError: naming the argument, its value and what is allowed; nothing is launched then.
+    """
+    check_tensor("out_a", out_a, rank=3, dtypes=COMPUTE_DTYPES, device=None)
+    shape, device = tuple(out_a.shape), out_a.device
+    tokens, heads, dim = shape
+    check_tensor("out_b", out_b, rank=3, dtypes=COMPUTE_DTYPES, device=device, shape=shape)
+    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
+        check_tensor(name, lse, rank=2, dtypes=(torch.float32,), device=device, shape=(heads, tokens), dense=False)
+    if not 1 <= dim <= 1024:
+        raise ValueError(f"out_a must have heads of 1 to 1024 numbers, got {dim}")
+    if out is None:
+        out = torch.empty(shape, dtype=torch.promote_types(out_a.dtype, out_b.dtype), device=device)
+    else:
+        check_tensor("out", out, rank=3, dtypes=COMPUTE_DTYPES, device=device, shape=shape)
+        check_written("out", out)
+    merged_lse = torch.empty(heads, tokens, dtype=torch.float32, device=device)
+    backend_for_device(device, backend).merge_attn_states(out_a, lse_a, out_b, lse_b, out=out, lse=merged_lse)
+    return out, merged_lse

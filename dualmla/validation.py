@@ -5,6 +5,7 @@ Functions and impls call these once; everything behind them trusts its arguments
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from typing import TYPE_CHECKING
@@ -103,11 +104,27 @@ def check_written(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{name} is written, but its elements share memory: shape {list(tensor.shape)}, strides {tensor.stride()}")
 
 
+def device_float8(device: torch.device) -> torch.dtype:
+    """The float8 e4m3 flavour that a GPU computes with: e4m3fnuz on gfx942, e4m3fn on gfx950 and CUDA."""
+    if torch.version.hip and torch.cuda.get_device_properties(device).gcnArchName.startswith("gfx94"):
+        return torch.float8_e4m3fnuz
+    return torch.float8_e4m3fn
+
+
+def float8_refusal(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why a cache of `dtype` can't be on `device`, None when it can: the other flavour has the same bits for other numbers."""
+    if dtype not in FLOAT8_DTYPES or device.type != "cuda" or dtype == (wanted := device_float8(device)):
+        return None
+    return f"{_short(dtype)}; {device} computes with {_short(wanted)}"
+
+
 def check_cache(kv_cache: torch.Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device, latent_dim: int | None = None) -> None:
     """`kv_cache` is [num_pages, page_size, latent_dim] of one of the dtypes."""
     check_tensor("kv_cache", kv_cache, rank=3, dtypes=dtypes, device=device, shape=(None, None, latent_dim))
     if kv_cache.shape[1] < 1:
         raise ValueError(f"kv_cache must be [num_pages, page_size, latent_dim], got {list(kv_cache.shape)}")
+    if refusal := float8_refusal(kv_cache.dtype, device):
+        raise ValueError(f"kv_cache is {refusal}")
 
 
 def check_slots(slot_mapping: torch.Tensor, num_tokens: int, kv_cache: torch.Tensor) -> None:
@@ -120,6 +137,63 @@ def check_slots(slot_mapping: torch.Tensor, num_tokens: int, kv_cache: torch.Ten
         least, most = int(slot_mapping.min()), int(slot_mapping.max())
         if least < -1 or most >= slots:
             raise ValueError(f"slot_mapping must be -1 or 0..{slots - 1}, got values from {least} to {most}")
+
+
+def check_packed(name: str, cu_seqlens: torch.Tensor, num_tokens: int, max_seqlen: int | None, device: torch.device) -> None:
+    """`cu_seqlens` is int32 [num_reqs + 1] from 0 on, never decreasing, inside `num_tokens` rows and `max_seqlen` a request.
+
+    The values are looked at where that costs no sync.
+    """
+    check_index_tensor(name, cu_seqlens, rank=1, device=device)
+    if cu_seqlens.shape[0] < 1:
+        raise ValueError(f"{name} must have num_reqs + 1 entries, got none")
+    if not reads_allowed(cu_seqlens):
+        return
+    bounds = cu_seqlens.tolist()
+    lengths = [end - first for first, end in itertools.pairwise(bounds)]
+    if bounds[0] != 0 or min(lengths, default=0) < 0:
+        raise ValueError(f"{name} must start at 0 and not decrease, got {bounds}")
+    if bounds[-1] > num_tokens:
+        raise ValueError(f"{name} ends at {bounds[-1]}, there are {num_tokens} tokens")
+    if max_seqlen is not None and max(lengths, default=0) > max_seqlen:
+        raise ValueError(f"{name} has a request of {max(lengths)} tokens, longer than its max_seqlen={max_seqlen}")
+
+
+def check_count(name: str, value: object) -> int:
+    """An int of at least 0."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{name} must be an int of at least 0, got {value!r}")
+    return value
+
+
+def check_head_dim(name: str, value: int) -> None:
+    """A head dimension that the kernels take: a multiple of 16, up to 512."""
+    if value % 16 or not 16 <= value <= 512:
+        raise ValueError(f"{name} must have heads of a multiple of 16 numbers, 16 to 512, got {value}")
+
+
+def check_spans(block_table: torch.Tensor, cu_seqlens: torch.Tensor, seq_starts: torch.Tensor, kv_cache: torch.Tensor) -> None:
+    """Every span of tokens of a request lies in its block table, on pages of the cache; looked at where that costs no sync."""
+    num_reqs = seq_starts.shape[0]
+    if cu_seqlens.shape[0] != num_reqs + 1 or block_table.shape[0] != num_reqs:
+        raise ValueError(
+            f"seq_starts has {num_reqs} requests, cu_seqlens has {cu_seqlens.shape[0] - 1} and block_table {block_table.shape[0]}"
+        )
+    if not reads_allowed(block_table):
+        return
+    num_pages, page_size = kv_cache.shape[:2]
+    lengths = cu_seqlens.diff()
+    column = torch.arange(block_table.shape[1], device=block_table.device)
+    for request, (start, length) in enumerate(zip(seq_starts.tolist(), lengths.tolist(), strict=True)):
+        if length and not 0 <= start <= block_table.shape[1] * page_size - length:
+            raise ValueError(
+                f"seq_starts[{request}] is {start}: {length} tokens from there are not within the "
+                f"{block_table.shape[1]} pages of {page_size} tokens of a request"
+            )
+        read = (column >= start // page_size) & (column * page_size < start + length) & (length > 0)
+        pages = block_table[request][read]
+        if bool(((pages < 0) | (pages >= num_pages)).any()):
+            raise ValueError(f"block_table[{request}] has pages {pages.tolist()} for these tokens; kv_cache has pages 0..{num_pages - 1}")
 
 
 def cache_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:

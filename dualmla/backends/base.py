@@ -110,6 +110,9 @@ class MLABackend:
     name: ClassVar[str]
     """Short name, as in `DUALMLA_BACKEND` and `select_backend(backend=...)`."""
 
+    absorbs_prefill: ClassVar[bool] = False
+    """Whether `mla_decode` takes queries of any length, so that a short prefill may go through it where that is cheaper."""
+
     @staticmethod
     def get_name() -> str:
         """The engine-facing name, such as `TRITON_MLA`."""
@@ -167,5 +170,62 @@ class MLABackend:
     def concat_and_cache_mla(
         cls, kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, *, k_scale: float | torch.Tensor
     ) -> None:
-        """Write `[kv_c | k_pe] / k_scale` [T, latent_dim] to the slots of `slot_mapping` int64 [T]; -1 is skipped."""
+        """Write `[kv_c | k_pe] / k_scale` [T, latent_dim] to the slots of `slot_mapping` int64 [<= T]; -1 is skipped."""
+        raise NotImplementedError
+
+    @classmethod
+    def mla_prefill(
+        cls,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float,
+        *,
+        causal: bool,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """Attention over keys of their own a head; writes every row of `out` [T, H, v_head_dim] and `lse` fp32 [H, T].
+
+        q [T, H, qk_head_dim], k [S, H, qk_head_dim], v [S, H, v_head_dim]; rows without keys and tokens past
+        `cu_seqlens_q[-1]` are 0 and -inf.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def gather_kv_cache(
+        cls,
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        seq_starts: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        k_scale: float | torch.Tensor,
+    ) -> None:
+        """Row `cu_seqlens[r] + i` of `out` [tokens, latent_dim] becomes token `seq_starts[r] + i` of request r, times k_scale.
+
+        Rows past `cu_seqlens[-1]` become 0.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def merge_attn_states(
+        cls,
+        out_a: torch.Tensor,
+        lse_a: torch.Tensor,
+        out_b: torch.Tensor,
+        lse_b: torch.Tensor,
+        *,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """One attention out of two over different keys; `out` and `lse` may be a part itself, updated in place.
+
+        out_a, out_b, out [T, H, D], lse_a, lse_b, lse fp32 [H, T]; a part of lse -inf (or +inf) saw no key.
+        """
         raise NotImplementedError

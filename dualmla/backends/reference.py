@@ -5,11 +5,13 @@ Imports torch alone. Slow on purpose: nothing here is clever enough to be wrong 
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from dualmla.attention import MLAImpl
 from dualmla.backends.base import MLABackend
-from dualmla.config import MLAConfig
+from dualmla.config import FLOAT8_DTYPES, MLAConfig
 from dualmla.metadata import MLAMetadata
 
 
@@ -95,10 +97,85 @@ class ReferenceMLABackend(MLABackend):
     ) -> None:
         """As `MLABackend.concat_and_cache_mla`."""
         page_size = kv_cache.shape[1]
-        largest = torch.finfo(kv_cache.dtype).max
-        for row, slot in zip(torch.cat([kv_c, k_pe], -1).double(), slot_mapping.tolist(), strict=False):
+        rows = torch.cat([kv_c, k_pe], -1).double() / k_scale
+        if kv_cache.dtype in FLOAT8_DTYPES:
+            largest = torch.finfo(kv_cache.dtype).max
+            rows = rows.clamp(-largest, largest)
+        for row, slot in zip(rows, slot_mapping.tolist(), strict=False):
             if slot >= 0:
-                kv_cache[slot // page_size, slot % page_size] = (row / k_scale).clamp(-largest, largest).to(kv_cache.dtype)
+                kv_cache[slot // page_size, slot % page_size] = row.to(kv_cache.dtype)
+
+    @classmethod
+    def mla_prefill(
+        cls,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float,
+        *,
+        causal: bool,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """As `MLABackend.mla_prefill`."""
+        out.zero_()
+        if lse is not None:
+            lse.fill_(float("-inf"))
+        for queries, keys in zip(_spans(cu_seqlens_q), _spans(cu_seqlens_k), strict=True):
+            o, row_lse = attend(q[queries], k[keys], v[keys], softmax_scale, causal=causal)
+            out[queries] = o.to(out.dtype)
+            if lse is not None:
+                lse[:, queries] = row_lse.float()
+
+    @classmethod
+    def gather_kv_cache(
+        cls,
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        seq_starts: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        k_scale: float | torch.Tensor,
+    ) -> None:
+        """As `MLABackend.gather_kv_cache`."""
+        out.zero_()
+        for request, (rows, start) in enumerate(zip(_spans(cu_seqlens), seq_starts.tolist(), strict=True)):
+            length = start + rows.stop - rows.start
+            gathered = latent_rows(kv_cache, block_table[request], length)[start:].double() * k_scale
+            out[rows] = gathered.to(out.dtype)
+
+    @classmethod
+    def merge_attn_states(
+        cls,
+        out_a: torch.Tensor,
+        lse_a: torch.Tensor,
+        out_b: torch.Tensor,
+        lse_b: torch.Tensor,
+        *,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """As `MLABackend.merge_attn_states`."""
+        lse_a, lse_b = (torch.where(part.isposinf(), float("-inf"), part.double()) for part in (lse_a, lse_b))
+        merged_lse = torch.logaddexp(lse_a, lse_b)
+        shift = torch.where(merged_lse.isneginf(), 0.0, merged_lse)
+        merged = torch.zeros_like(out, dtype=torch.float64)
+        for part, part_lse in ((out_a, lse_a), (out_b, lse_b)):
+            weight = torch.exp(part_lse - shift).t()[..., None]
+            merged += torch.where(weight > 0, weight * part.double(), 0.0)
+        out.copy_(merged)
+        lse.copy_(merged_lse)
+
+
+def _spans(cu_seqlens: torch.Tensor) -> list[slice]:
+    """The rows of each request."""
+    bounds = cu_seqlens.tolist()
+    return [slice(first, end) for first, end in itertools.pairwise(bounds)]
 
 
 class ReferenceMLAImpl(MLAImpl):

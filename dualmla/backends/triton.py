@@ -10,8 +10,9 @@ import torch
 
 from dualmla.attention import MLAImpl
 from dualmla.backends.base import MLABackend
-from dualmla.config import FLOAT8_DTYPES, MLAConfig
+from dualmla.config import MLAConfig
 from dualmla.metadata import MLAMetadata
+from dualmla.validation import float8_refusal
 
 logger = logging.getLogger("dualmla")
 
@@ -20,6 +21,7 @@ class TritonMLABackend(MLABackend):
     """Triton kernels of the package `dualmla_kernels`."""
 
     name = "triton"
+    absorbs_prefill = True
 
     @staticmethod
     def get_name() -> str:
@@ -38,10 +40,8 @@ class TritonMLABackend(MLABackend):
             reasons.append("the tensors are on a CPU and this machine has a GPU: move them there, or use the reference")
         elif device.type not in ("cpu", "cuda"):
             reasons.append(f"the device is {device.type}; the kernels run on cuda (NVIDIA or ROCm), and interpreted on a CPU")
-        if cfg is not None and device.type == "cuda" and cfg.cache_dtype in FLOAT8_DTYPES:
-            wanted = device_float8(device)
-            if cfg.cache_dtype != wanted:
-                reasons.append(f"kv_cache_dtype is {cfg.cache_dtype}; this device takes {wanted}")
+        if cfg is not None and (refusal := float8_refusal(cfg.cache_dtype, device)):
+            reasons.append(f"kv_cache_dtype is {refusal}")
         return reasons
 
     @classmethod
@@ -85,20 +85,69 @@ class TritonMLABackend(MLABackend):
         from dualmla_kernels.kv_cache import concat_and_cache_mla
 
         _say_interpreted(kv_c.device.type)
-        concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping)
+        concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, k_scale=k_scale)
+
+    @classmethod
+    def mla_prefill(
+        cls,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float,
+        *,
+        causal: bool,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """As `MLABackend.mla_prefill`; the kernel needs no bound of the key lengths."""
+        from dualmla_kernels.prefill import mla_prefill
+
+        _say_interpreted(q.device.type)
+        mla_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal=causal, out=out, lse=lse)
+
+    @classmethod
+    def gather_kv_cache(
+        cls,
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        seq_starts: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        k_scale: float | torch.Tensor,
+    ) -> None:
+        """As `MLABackend.gather_kv_cache`."""
+        from dualmla_kernels.kv_cache import gather_kv_cache
+
+        _say_interpreted(kv_cache.device.type)
+        gather_kv_cache(kv_cache, block_table, cu_seqlens, seq_starts, out, k_scale=k_scale)
+
+    @classmethod
+    def merge_attn_states(
+        cls,
+        out_a: torch.Tensor,
+        lse_a: torch.Tensor,
+        out_b: torch.Tensor,
+        lse_b: torch.Tensor,
+        *,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """As `MLABackend.merge_attn_states`."""
+        from dualmla_kernels.merge_states import merge_attn_states
+
+        _say_interpreted(out.device.type)
+        merge_attn_states(out_a, lse_a, out_b, lse_b, out=out, lse=lse)
 
 
 class TritonMLAImpl(MLAImpl):
     """The shared forward over the Triton kernels."""
 
     ops = TritonMLABackend
-
-
-def device_float8(device: torch.device) -> torch.dtype:
-    """The float8 e4m3 flavour that a GPU computes with: e4m3fnuz on gfx942, e4m3fn on gfx950 and CUDA."""
-    if torch.version.hip and torch.cuda.get_device_properties(device).gcnArchName.startswith("gfx94"):
-        return torch.float8_e4m3fnuz
-    return torch.float8_e4m3fn
 
 
 @functools.cache

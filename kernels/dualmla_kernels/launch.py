@@ -23,6 +23,9 @@ from triton.runtime.jit import JITFunction
 # One interpreted launch at a time: the interpreter keeps its program ids and its patches in module globals.
 _interpreter_lock = threading.RLock()
 
+# Namespaces of the functions called in this launch, for which the interpreter has patched the language.
+_patched: set[int] = set()
+
 
 def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **kwargs: Any) -> None:
     """Run `kernel[grid](*args, **kwargs)` with `device` current. The interpreter ignores launch options."""
@@ -45,7 +48,16 @@ def _interpreted(function: Any) -> Any:
 def _twin(function: Callable[..., Any]) -> Any:
     from triton.runtime.interpreter import InterpretedFunction  # needs numpy: imported when first used
 
-    return InterpretedFunction(function)
+    class Twin(InterpretedFunction):  # type: ignore[misc]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            """A call by another kernel. The interpreter patches the language anew each time, at a higher cost than the call's own."""
+            scope = id(self.fn.__globals__)
+            if scope in _patched:
+                return self.rewrite()(*args, **kwargs)
+            _patched.add(scope)
+            return super().__call__(*args, **kwargs)
+
+    return Twin(function)
 
 
 @contextlib.contextmanager
@@ -63,6 +75,7 @@ def _interpreting() -> Iterator[None]:
                     setattr(scope, name, _interpreted(value))
         yield
     finally:
+        _patched.clear()
         for scope, names in zip(scopes, before, strict=True):
             now = vars(scope)
             for name, value in names.items():  # names that are new stay: the interpreter's rewritten functions use them
