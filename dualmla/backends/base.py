@@ -52,9 +52,11 @@ class DecodeCall:
         dtype, kv_cache_dtype: of the queries and of the cache.
         num_heads, kv_lora_rank, qk_rope_head_dim: sizes.
         page_size: tokens a page.
+        num_tokens: rows of the queries, padding included.
         batch_size: requests.
         max_query_len: most new tokens a request.
         cache_bytes: of the whole latent cache.
+        cache_is_dense: no gaps between its rows.
         causal: bottom-right causal mask.
         return_lse: the caller wants the LSE.
         fixed_splits: the caller fixed the number of KV splits.
@@ -67,9 +69,11 @@ class DecodeCall:
     kv_lora_rank: int
     qk_rope_head_dim: int
     page_size: int
+    num_tokens: int
     batch_size: int
     max_query_len: int
     cache_bytes: int
+    cache_is_dense: bool
     causal: bool
     return_lse: bool
     fixed_splits: bool
@@ -95,9 +99,11 @@ class DecodeCall:
             kv_lora_rank=kv_lora_rank,
             qk_rope_head_dim=q.shape[2] - kv_lora_rank,
             page_size=kv_cache.shape[1],
+            num_tokens=q.shape[0],
             batch_size=meta.num_reqs,
             max_query_len=meta.max_query_len,
             cache_bytes=kv_cache.numel() * kv_cache.element_size(),
+            cache_is_dense=kv_cache.is_contiguous(),
             causal=causal,
             return_lse=return_lse,
             fixed_splits=num_kv_splits is not None,

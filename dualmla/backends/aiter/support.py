@@ -1,0 +1,132 @@
+"""What each AITER can be asked to decode, as data, and the sentences that refuse the rest.
+
+An unsupported combination must be refused here, before the call: releases from v0.1.12 on abort the process, and some
+shapes are silently wrong. Sources: AITER's releases and tests up to August 2026, the launcher of the release on PyPI, and
+its kernels run in an emulator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dualmla.backends.aiter.signatures import Signature
+from dualmla.backends.base import DecodeCall
+from dualmla.config import FLOAT8_DTYPES, MLAConfig
+
+ARCHS = ("gfx942", "gfx950")
+MAX_QUERY_LEN = 4
+"""Longer queries are wrong on binaries in use (8 tokens of 16 heads), or would read the cache once a token."""
+
+CACHE_LIMIT = {"gfx942": 4 << 30, "gfx950": 2 << 30}
+"""Bytes from which KV offsets, 32 bits in the kernels, are wrong."""
+
+PARTIAL_LIMIT = 2 << 30
+"""Bytes of partial results that 32-bit offsets surely reach."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Non-persistent decode kernels, bf16 queries over a bf16 cache.
+
+    Attributes:
+        generations, archs: where they are.
+        heads: the head counts, each with the most query tokens a request that one launch takes.
+    """
+
+    generations: tuple[str, ...]
+    archs: tuple[str, ...]
+    heads: dict[int, int]
+
+
+# Left out on purpose: 8 heads (16 with the heads repeated does the same work), 64 heads on gfx942 (faults), and 128 heads
+# with several query tokens, where a launch costs what one row a token costs and is proven for fewer releases.
+NON_PERSISTENT = (
+    Kernels(("S0", "S1"), ARCHS, {16: 1, 128: 1}),
+    Kernels(("S2", "S3", "S4", "S5", "S6", "S7"), ARCHS, {16: 4, 128: 1}),
+    Kernels(("S8",), ("gfx942",), {16: 4, 32: 1, 128: 1}),
+    Kernels(("S8",), ("gfx950",), {16: 4, 32: 1, 64: 1, 128: 1}),
+)
+
+
+@dataclass(frozen=True)
+class LaunchShape:
+    """How a decode is put to AITER: heads repeated to `heads`, at most `query_len` tokens a request in one launch."""
+
+    heads: int
+    query_len: int
+
+
+def launch_shape(signature: Signature, arch: str, num_heads: int) -> LaunchShape | None:
+    """The smallest kernel that holds `num_heads`, None where there is none."""
+    for kernels in NON_PERSISTENT:
+        if signature.generation in kernels.generations and arch in kernels.archs:
+            fitting = [heads for heads in kernels.heads if heads >= num_heads]
+            if fitting:
+                return LaunchShape(min(fitting), kernels.heads[min(fitting)])
+    return None
+
+
+def config_refusals(cfg: MLAConfig, signature: Signature, arch: str) -> list[str]:
+    """Why no decode of this layer can be done; empty where some can."""
+    sizes = (cfg.kv_lora_rank, cfg.qk_rope_head_dim, cfg.qk_head_dim, cfg.v_head_dim)
+    reasons = []
+    if sizes != (512, 64, 192, 128):
+        reasons.append(
+            f"kv_lora_rank, qk_rope_head_dim, qk_head_dim, v_head_dim are {', '.join(map(str, sizes))}; AITER has 512, 64, 192, 128 alone"
+        )
+    return reasons + _dtype_refusals(cfg.dtype, cfg.cache_dtype) + _head_refusals(signature, arch, cfg.num_heads)
+
+
+def call_refusals(call: DecodeCall, signature: Signature, arch: str) -> list[str]:
+    """Why this decode can't be done; empty where it can."""
+    reasons = []
+    if (call.kv_lora_rank, call.qk_rope_head_dim) != (512, 64):
+        reasons.append(f"kv_lora_rank and qk_rope_head_dim are {call.kv_lora_rank} and {call.qk_rope_head_dim}; AITER has 512 and 64 alone")
+    reasons += _dtype_refusals(call.dtype, call.kv_cache_dtype) + _head_refusals(signature, arch, call.num_heads)
+    if call.max_query_len > MAX_QUERY_LEN:
+        reasons.append(f"a request has up to {call.max_query_len} query tokens; AITER's decode takes at most {MAX_QUERY_LEN}")
+    if call.cache_bytes >= CACHE_LIMIT[arch]:
+        reasons.append(
+            f"the cache has {call.cache_bytes / (1 << 30):.1f} GiB; AITER's offsets are 32 bits: less than "
+            f"{CACHE_LIMIT[arch] >> 30} GiB a layer is right on {arch}"
+        )
+    if not call.cache_is_dense:
+        reasons.append("the cache is not contiguous; AITER takes dense rows alone")
+    if call.return_lse and not signature.writes_lse:
+        reasons.append(
+            f"the LSE is asked for; AITER of generation {signature.generation} returns memory that it never wrote (S6 and later write it)"
+        )
+    if call.fixed_splits:
+        reasons.append("num_kv_splits is fixed; AITER does not promise a row the same bits alone and in a batch, the triton backend does")
+    shape = launch_shape(signature, arch, call.num_heads)
+    if shape is not None and partial_bytes(call.num_tokens, shape.heads, splits=2 if call.return_lse else 1) > PARTIAL_LIMIT:
+        reasons.append(
+            f"{call.num_tokens} query tokens of {shape.heads} heads need more than {PARTIAL_LIMIT >> 30} GiB of partial results: "
+            "decode fewer at a time"
+        )
+    return reasons
+
+
+def partial_bytes(num_tokens: int, heads: int, *, splits: int) -> int:
+    """Bytes of the fp32 [T, splits, heads, 512] that the first stage writes."""
+    return num_tokens * splits * heads * 512 * 4
+
+
+def _dtype_refusals(dtype: torch.dtype, kv_cache_dtype: torch.dtype) -> list[str]:
+    if dtype != torch.bfloat16:
+        return [f"queries are {_short(dtype)}; AITER computes in bfloat16 alone"]
+    if kv_cache_dtype in FLOAT8_DTYPES:
+        return [f"the cache is {_short(kv_cache_dtype)} and queries are bfloat16; AITER's decode has no such kernel: use a bfloat16 cache"]
+    return []
+
+
+def _head_refusals(signature: Signature, arch: str, num_heads: int) -> list[str]:
+    if launch_shape(signature, arch, num_heads) is None:
+        return [f"num_heads is {num_heads}; AITER's decode takes at most 128"]
+    return []
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
