@@ -114,7 +114,7 @@ def launch_plan(seq_lens: torch.Tensor, shape: PlanShape, out: SplitPlan) -> Non
 
 def plan_blocks(num_reqs: int, parts: int) -> int:
     """Programs that work out a balanced plan."""
-    return triton.cdiv(num_reqs + parts, BLOCK)
+    return -(-(num_reqs + parts) // BLOCK)
 
 
 def fixed_plan(seq_lens: torch.Tensor, *, splits: int, tile: int) -> SplitPlan:

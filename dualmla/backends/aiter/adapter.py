@@ -87,7 +87,7 @@ class AiterMLABackend(MLABackend):
         """As `MLABackend.concat_and_cache_mla`, with the kernel that all GPU backends share."""
         from dualmla_kernels.kv_cache import concat_and_cache_mla
 
-        concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping)
+        concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, k_scale=k_scale)
 
 
 class AiterMLAImpl(MLAImpl):
