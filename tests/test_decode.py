@@ -68,6 +68,13 @@ def test_context_shorter_than_the_query(kv_len: int, causal: bool, device: torch
 SIZES = [(rank, rope) for rank, rope in itertools.product((32, 64, 128, 256, 512), (16, 48, 64, 80, 128))]
 
 
+@pytest.mark.parametrize("splits", [None, 1, 3])
+@pytest.mark.parametrize("causal", [True, False])
+def test_empty_requests_beside_live_ones(causal: bool, splits: int | None, device: torch.device, backend: str) -> None:
+    """Their page ids are garbage and there is no last live row to read in place of a dead one."""
+    check(DecodeCase(num_heads=3, seq_lens=(0, 5, 0, 70), page_size=4, causal=causal, num_kv_splits=splits), device, backend)
+
+
 @pytest.mark.parametrize(("rank", "rope"), SIZES)
 def test_sizes_of_the_latent_row(rank: int, rope: int, device: torch.device, backend: str) -> None:
     """Also ropes that are no power of two, and rows that could be split in two ways: `out` says which."""

@@ -114,10 +114,13 @@ def _decode(
             limit = seq_len - query_len + token + 1
             least = seq_len - query_len + group * BM // H + 1
             most = seq_len - query_len + tl.minimum((group * BM + BM - 1) // H + 1, query_len)
-            end_tile = tl.minimum(end_tile, tl.cdiv(tl.maximum(most, 0), BN))
         else:
             limit = tl.zeros([BM], tl.int32) + seq_len
             least = seq_len
+            most = seq_len
+        end_tile = tl.minimum(end_tile, tl.cdiv(tl.maximum(most, 0), BN))  # 0 for an empty request, a piece of one tile in the plan
+        if group * BM >= query_len * H:  # the request has no row in this group
+            end_tile = first_tile
 
         q_row = q_ptr + (first_token + token).to(tl.int64) * q_token_stride + head.to(tl.int64) * q_head_stride
         q = tl.load(q_row[:, None] + od[None, :], mask=live[:, None], other=0.0)
