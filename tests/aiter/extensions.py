@@ -1,0 +1,85 @@
+"""Stand-ins for the compiled extensions that the real AITER builds, as Python modules for its `AITER_JIT_DIR`.
+
+With them, and with fake ROCm tools, the release on PyPI imports and decodes on a CPU: its own Python, argument checks, operator
+registration and second stage, with only the assembly replaced.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ENUM = '''
+"""The enum extension, and what a machine without a GPU needs: AITER makes its split indptr on `cuda`."""
+import enum
+import functools
+import torch
+
+ActivationType = enum.IntEnum("ActivationType", ["No", "Silu", "Gelu", "Swiglu"], start=0)
+QuantType = enum.IntEnum("QuantType", ["No", "per_Tensor", "per_Token", "per_1x32", "per_1x128", "per_128x128"], start=0)
+ActivationType.__doc__ = QuantType.__doc__ = "Members:"
+
+arange = torch.arange
+@functools.wraps(arange)
+def on_cpu(*args, device=None, **kwargs):
+    return arange(*args, device="cpu" if device == "cuda" else device, **kwargs)
+torch.arange = on_cpu
+'''
+
+MLA = '''
+"""The first stage: what the assembly does, as found by running it in an emulator, in float64.
+
+Splits are interleaved blocks of 64 keys (one token, 16 heads) or 16; empty ones write nothing. With one split all but the kernel
+for one token of 16 heads write bf16 into the partial buffer and no LSE. The kernels for one token put row b of the batch.
+"""
+import torch
+
+def mla_decode_stage1_asm_fwd(
+    Q, KV, qo_indptr, kv_indptr, kv_page_indices, kv_last_page_lens, num_kv_splits_indptr, work_metadata, work_indptr, work_info_set,
+    max_seqlen_q, softmax_scale, splitData, splitLse, output, q_scale=None, kv_scale=None,
+):
+    heads, splits = Q.shape[1], splitData.shape[1]
+    first_kind = max_seqlen_q == 1 and heads == 16
+    block = 64 if first_kind else 16
+    splitData.fill_(float("nan")), splitLse.fill_(float("nan"))
+    in_bf16 = splitData.view(-1).view(torch.bfloat16)[: Q.shape[0] * heads * 512].view(-1, heads, 512)
+    for b in range(qo_indptr.shape[0] - 1):
+        ids = kv_page_indices[kv_indptr[b] : kv_indptr[b + 1]].long()
+        keys = KV[ids, 0, 0].double()
+        first, last = (b, b + 1) if max_seqlen_q == 1 else qo_indptr[b : b + 2].tolist()
+        for row in range(first, last):
+            limit = len(ids) - (last - row - 1)
+            for split in range(splits):
+                mine = (torch.arange(len(ids)) // block) % splits == split
+                seen = mine & (torch.arange(len(ids)) < limit)
+                if not mine.any():
+                    continue
+                scores = softmax_scale * Q[row].double() @ keys[seen].T
+                value = torch.softmax(scores, -1) @ keys[seen, :512] + 0.0 * KV[0, 0, 0, :512].double()
+                if splits == 1 and not first_kind:
+                    in_bf16[row] = value.bfloat16()
+                else:
+                    splitData[row, split] = value.float()
+                    splitLse[row, split, :, 0] = torch.logsumexp(scores, -1).float()
+
+TENSORS = "Q KV qo_indptr kv_indptr kv_page_indices kv_last_page_lens".split()
+OPTIONAL = "num_kv_splits_indptr work_metadata work_indptr work_info_set".split()
+mla_decode_stage1_asm_fwd.__doc__ = "mla_decode_stage1_asm_fwd(" + ", ".join(
+    [f"{name}: torch.Tensor" for name in TENSORS]
+    + [f"{name}: Optional[torch.Tensor]" for name in OPTIONAL]
+    + ["max_seqlen_q: int", "softmax_scale: float", "splitData: torch.Tensor", "splitLse: torch.Tensor", "output: torch.Tensor"]
+    + ["q_scale: Optional[torch.Tensor] = None", "kv_scale: Optional[torch.Tensor] = None"]
+) + ") -> None"
+'''
+
+
+def lay_out(folder: Path) -> dict[str, str]:
+    """Write the extensions and ROCm's tools under `folder`; the environment that makes AITER use them."""
+    tools, modules = folder / "bin", folder / "jit"
+    for directory in (tools, modules):
+        directory.mkdir(parents=True)
+    for name, says in (("hipconfig", "6.4.43482-0f2d60242"), ("rocminfo", "  Name:                    gfx942")):
+        (tools / name).write_text(f"#!/bin/sh\necho '{says}'\n")
+        (tools / name).chmod(0o755)
+    (modules / "module_aiter_enum.py").write_text(ENUM)
+    (modules / "module_mla_asm.py").write_text(MLA)
+    return {"AITER_JIT_DIR": str(modules), "GPU_ARCHS": "gfx942", "CU_NUM": "304", "TRITON_INTERPRET": "1", "PATH_FIRST": str(tools)}

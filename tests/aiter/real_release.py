@@ -1,0 +1,69 @@
+"""Run as a program: the real AITER through the whole of our backend, on a CPU that claims to be a gfx942. Prints JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+torch.version.hip = "6.4.43482"
+torch.cuda.get_device_properties = lambda device: SimpleNamespace(gcnArchName="gfx942:sramecc+", multi_processor_count=4)
+
+from case import SCALE, Case  # noqa: E402
+
+import dualmla  # noqa: E402
+from dualmla.backends.aiter import launch, probe  # noqa: E402
+from dualmla.backends.aiter.support import launch_shape  # noqa: E402
+
+CASES: list[dict[str, Any]] = [
+    {"seq_lens": [70, 3], "query_lens": [1, 1]},
+    {"seq_lens": [70, 0, 129], "query_lens": [1, 1, 1], "heads": 8, "padding": 2},
+    {"seq_lens": [9, 7, 66], "query_lens": [1, 0, 1], "heads": 4, "page_size": 16},
+    {"seq_lens": [70, 3], "query_lens": [2, 1], "page_size": 3},
+    {"seq_lens": [70, 3, 2], "query_lens": [4, 2, 4]},
+    {"seq_lens": [50, 9, 20, 33], "query_lens": [4] * 4},  # a request a compute unit: one split
+    {"seq_lens": [50, 9, 20, 33], "query_lens": [3] * 4},
+    {"seq_lens": [50, 9, 20, 65], "query_lens": [1] * 4},
+    {"seq_lens": [30, 3], "query_lens": [1, 3], "heads": 128},
+    {"seq_lens": [30, 3], "query_lens": [1, 1], "heads": 128},
+]
+
+
+def main() -> None:
+    device = torch.device("cuda:0")
+    reasons = dualmla.AiterMLABackend.not_supported_reasons(dualmla.MLAConfig(num_heads=16, softmax_scale=SCALE), device)
+    aiter = probe.verdict(device).aiter
+    results: list[dict[str, Any]] = []
+    for kind in CASES if aiter is not None else []:
+        case = Case(**kind)
+        out, _ = case.buffers()
+        calls: list[dict[str, Any]] = []
+
+        def recorded(calls: list[dict[str, Any]] = calls, **given: Any) -> Any:
+            calls.append(given)
+            return aiter.decode(**given)
+
+        shape = launch_shape(aiter.signature, "gfx942", case.q.shape[1])
+        launch.decode(
+            dataclasses.replace(aiter, decode=recorded), shape, case.q, case.kv_cache, case.meta, SCALE,
+            causal=True, out=out, lse=None, compute_units=4,
+        )  # fmt: skip
+        expected = case.reference()[0].double()
+        # one bf16 step: Triton's interpreter cuts fp32 to bf16, it does not round
+        wrong = ((out.double() - expected).abs() > 2**-7 * expected.abs() + 1e-6) | out.isnan()
+        results.append({"case": kind, "wrong": int(wrong.sum()), "splits": calls[0]["num_kv_splits"], "q": calls[0]["max_seqlen_q"]})
+    said = {"reasons": reasons, "results": results}
+    if aiter is not None:
+        mla = sys.modules["aiter.mla"]
+        said |= {"generation": aiter.signature.generation, "version": aiter.version, "lse": aiter.signature.writes_lse}
+        said |= {"schema": str(torch.ops.aiter.mla_decode_stage1_asm_fwd.default._schema), "file": mla.__file__}
+        said["cleared"] = aiter.forget_splits is not None and mla.get_meta_param.cache_info().currsize
+    print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()
