@@ -147,7 +147,7 @@ def _decode(
         result = acc * (k_scale / tl.where(seen, l, 1.0))[:, None]
         row_lse = tl.where(seen, m + tl.log2(tl.where(seen, l, 1.0)), float("-inf"))
         if slot < 0:
-            out_row = out_ptr + (first_token + token).to(tl.int64) * out_token_stride + head * out_head_stride
+            out_row = out_ptr + (first_token + token).to(tl.int64) * out_token_stride + head.to(tl.int64) * out_head_stride
             tl.store(out_row[:, None] + od[None, :], cast(result, out_ptr.dtype.element_ty, EXACT), mask=live[:, None])
             if lse_ptr is not None:
                 tl.store(lse_ptr + head.to(tl.int64) * lse_head_stride + (first_token + token) * lse_token_stride, row_lse * LN2, mask=live)
@@ -200,7 +200,7 @@ def _combine(
                 l += tl.sum(weight, 0)
             seen = l > 0.0
             total = tl.where(seen, l, 1.0)
-            out_row = out_ptr + token.to(tl.int64) * out_token_stride + head * out_head_stride
+            out_row = out_ptr + token.to(tl.int64) * out_token_stride + head.to(tl.int64) * out_head_stride
             tl.store(out_row + od, cast(acc / total, out_ptr.dtype.element_ty, EXACT))
             if lse_ptr is not None and column == 0:
                 row_lse = tl.where(seen, (m + tl.log2(total)) * LN2, float("-inf"))
