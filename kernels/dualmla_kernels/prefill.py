@@ -47,17 +47,17 @@ def _load(pointers, in_rows, in_columns, ROWS: tl.constexpr, COLUMNS: tl.constex
 def _tile(
     q0, q1, m, l, acc, k_ptr, v_ptr, key, num_keys, limit, c, k_token_stride, v_token_stride,
     D0: tl.constexpr, D1: tl.constexpr, D1_PADDED: tl.constexpr, V: tl.constexpr, V_PADDED: tl.constexpr,
-    MASKED: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """One step of the recurrence over the keys `key` [BN] of a request and head that begin at `k_ptr` and `v_ptr`."""
     k_rows, v_rows = k_ptr + key.to(tl.int64) * k_token_stride, v_ptr + key.to(tl.int64) * v_token_stride
     o0, o1, ov = tl.arange(0, D0), tl.arange(0, D1_PADDED), tl.arange(0, V_PADDED)
     exists = key < num_keys
     k0 = _load(k_rows[:, None] + o0[None, :], exists, o0 < D0, MASKED, False)
-    s = dot(q0, tl.trans(k0), tl.zeros([q0.shape[0], k0.shape[0]], tl.float32), EXACT, PRECISION)
+    s = dot(q0, tl.trans(k0), tl.zeros([q0.shape[0], k0.shape[0]], tl.float32), EXACT)
     if D1 > 0:
         k1 = _load(k_rows[:, None] + (D0 + o1)[None, :], exists, o1 < D1, MASKED, D1 != D1_PADDED)
-        s = dot(q1, tl.trans(k1), s, EXACT, PRECISION)
+        s = dot(q1, tl.trans(k1), s, EXACT)
     if MASKED:
         s = tl.where(key[None, :] < limit[:, None], s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1) * c)
@@ -66,7 +66,7 @@ def _tile(
     a = tl.exp2(m - shift)
     l = l * a + tl.sum(p, 1)
     v = _load(v_rows[:, None] + ov[None, :], exists, ov < V, MASKED, V != V_PADDED)
-    acc = dot(cast(p, v.dtype, EXACT), v, acc * a[:, None], EXACT, PRECISION)
+    acc = dot(cast(p, v.dtype, EXACT), v, acc * a[:, None], EXACT)
     return m_new, l, acc
 
 
@@ -81,7 +81,7 @@ def _prefill(
     out_token_stride, out_head_stride, lse_head_stride, lse_token_stride,
     H: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D1_PADDED: tl.constexpr, V: tl.constexpr, V_PADDED: tl.constexpr,
     CAUSAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     """One program a (head, request, block of BM queries); programs past a request's last block have nothing to attend to.
 
@@ -128,12 +128,12 @@ def _prefill(
         for t in tl.range(0, whole, BN, num_stages=STAGES):
             m, l, acc = _tile(
                 q0, q1, m, l, acc, k_head, v_head, t + on, num_keys, limit, c, k_token_stride, v_token_stride,
-                D0, D1, D1_PADDED, V, V_PADDED, False, EXACT, PRECISION,
+                D0, D1, D1_PADDED, V, V_PADDED, False, EXACT,
             )  # fmt: skip
         for t in tl.range(whole, end, BN, num_stages=1):
             m, l, acc = _tile(
                 q0, q1, m, l, acc, k_head, v_head, t + on, num_keys, limit, c, k_token_stride, v_token_stride,
-                D0, D1, D1_PADDED, V, V_PADDED, True, EXACT, PRECISION,
+                D0, D1, D1_PADDED, V, V_PADDED, True, EXACT,
             )  # fmt: skip
 
         seen = l > 0.0
@@ -170,14 +170,14 @@ class PrefillConfig:
     group: int
 
 
-def prefill_config(max_seqlen_q: int, dtype: torch.dtype, device: torch.device) -> PrefillConfig:
-    """The configuration for requests of at most `max_seqlen_q` queries. Evidence: docs/performance.md."""
+def prefill_config(max_seqlen_q: int, dtype: torch.dtype, platform: str) -> PrefillConfig:
+    """The configuration for requests of at most `max_seqlen_q` queries on "cpu", "hip" or "cuda". Evidence: docs/performance.md."""
     short = max_seqlen_q <= 64
-    if device.type == "cpu":
+    if platform == "cpu":
         return PrefillConfig(block_m=32 if short else 64, block_n=64, stages=1, warps=1, group=8)
     if dtype == torch.float32:
-        return PrefillConfig(block_m=64, block_n=32, stages=1 if torch.version.hip else 2, warps=4, group=8)
-    if torch.version.hip:
+        return PrefillConfig(block_m=64, block_n=32, stages=1 if platform == "hip" else 2, warps=4, group=8)
+    if platform == "hip":
         return PrefillConfig(block_m=64 if short else 128, block_n=64, stages=1, warps=4 if short else 8, group=8)
     if short:
         return PrefillConfig(block_m=64, block_n=64, stages=2, warps=4, group=8)
@@ -217,7 +217,8 @@ def mla_prefill(
             lse.fill_(float("-inf"))
         return
     device = q.device
-    config = prefill_config(max_seqlen_q, q.dtype, device)
+    platform = "cpu" if device.type == "cpu" else "hip" if torch.version.hip else "cuda"
+    config = prefill_config(max_seqlen_q, q.dtype, platform)
     blocks = triton.cdiv(max_seqlen_q, config.block_m)
     group = min(config.group, heads)
     first, rest = split_head_dim(q.shape[2])
@@ -228,5 +229,5 @@ def mla_prefill(
         *((0, 0) if lse is None else lse.stride()),
         H=heads, D0=first, D1=rest, D1_PADDED=max(triton.next_power_of_2(rest), 16), V=v_dim, V_PADDED=triton.next_power_of_2(v_dim),
         CAUSAL=causal, BM=config.block_m, BN=config.block_n, GROUP=group, STAGES=config.stages,
-        EXACT=device.type == "cpu", PRECISION="ieee", num_warps=config.warps,
+        EXACT=device.type == "cpu", num_warps=config.warps,
     )  # fmt: skip
