@@ -96,7 +96,8 @@ def make_layer_inputs(case: LayerCase, device: torch.device | str = "cpu") -> La
         rows, *rest = values.shape
         wide = [rows + padding, *(n + 8 * case.strided for n in rest)]
         buffer = torch.full(wide, math.nan).to(values.dtype).to(device)
-        view = buffer[(slice(None), *(slice(n) for n in rest))]
+        inner = (slice(None), *(slice(n) for n in rest))
+        view = buffer[inner]
         view[rows:] = fill
         view[:rows] = values.to(device)
         return view

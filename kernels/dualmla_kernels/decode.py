@@ -231,7 +231,7 @@ def decode_config(rows: int, dtype: torch.dtype, device: torch.device) -> Decode
         return DecodeConfig(block_m=16, block_n=32, stages=2, warps=4, programs=properties.multi_processor_count)
     if wide:
         return DecodeConfig(block_m=64, block_n=64, stages=2, warps=8, programs=properties.multi_processor_count)
-    return DecodeConfig(block_m=16, block_n=64, stages=3, warps=4, programs=properties.multi_processor_count)
+    return DecodeConfig(block_m=16, block_n=64, stages=3, warps=8, programs=properties.multi_processor_count)
 
 
 def plan_decode(
@@ -314,8 +314,11 @@ def mla_decode(
         H=heads, D=rank, R=rope, R_PADDED=triton.next_power_of_2(rope), PAGE=kv_cache.shape[1], SLOT=kv_cache.stride(1), CAUSAL=causal,
         BM=config.block_m, BN=config.block_n, STAGES=config.stages, EXACT=exact, num_warps=config.warps,
     )  # fmt: skip
+    # few requests in many pieces: many pieces at a time, the columns shared out to more programs
+    many = plan.parts > 8 * num_reqs
+    block_s, block_d = (32, min(rank, 64)) if many else (8, rank)
     launch(
-        _combine, (heads * max_query_len, plan.splits.shape[0], 1), device,
+        _combine, (heads * max_query_len, plan.splits.shape[0], rank // block_d), device,
         partial_out, partial_lse, plan.splits, qo_indptr, out, lse, partial_rows, out.stride(0), out.stride(1), *lse_strides,
-        H=heads, D=rank, BS=8, BD=rank, EXACT=exact, num_warps=4,
+        H=heads, D=rank, BS=block_s, BD=block_d, EXACT=exact, num_warps=4,
     )  # fmt: skip
