@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 # The longest prefix of a module's name counts. Everything not named here lives on torch alone.
 ALLOWED_OUTSIDE = {
     "dualmla": {"torch"},
-    "dualmla.backends.aiter": {"torch", "aiter"},
+    "dualmla.backends.aiter": {"torch", "aiter", "dualmla_kernels"},
     "dualmla.backends.triton": {"torch", "triton", "dualmla_kernels"},
     "dualmla.cli": {"torch", "typer", "rich"},
     "dualmla.demo": {"torch", "rich", "transformers"},
