@@ -44,13 +44,16 @@ class Case:
         tokens, heads, _ = self.q.shape
         return torch.full((tokens, heads, 512), float("nan"), dtype=torch.bfloat16), torch.full((heads, tokens), float("nan"))
 
-    def decoded(self, mla: Any, *, causal: bool = True, with_lse: bool = False, arch: str = "gfx942") -> tuple[torch.Tensor, torch.Tensor]:
+    def decoded(
+        self, mla: Any, *, causal: bool = True, with_lse: bool = False, compute_units: int = 304
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """out [T, H, 512] and lse [H, T] of our adapter over the stand-in `mla`, as on a gfx942."""
         aiter = describe(mla, "stand-in")
-        shape = launch_shape(aiter.signature, arch, self.q.shape[1])
+        shape = launch_shape(aiter.signature, "gfx942", self.q.shape[1])
         assert shape is not None
         out, lse = self.buffers()
         launch.decode(
             aiter, shape, self.q, self.kv_cache, self.meta, SCALE,
-            causal=causal, out=out, lse=lse if with_lse else None, compute_units=304,
+            causal=causal, out=out, lse=lse if with_lse else None, compute_units=compute_units,
         )  # fmt: skip
         return out, lse

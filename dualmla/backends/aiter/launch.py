@@ -22,7 +22,7 @@ import torch
 
 from dualmla.backends.aiter.signatures import Aiter
 from dualmla.backends.aiter.support import PARTIAL_LIMIT, LaunchShape, partial_bytes
-from dualmla.metadata import MLAMetadata, pack_page_ids
+from dualmla.metadata import MLAMetadata
 
 MAX_SPLITS = 16  # the most that AITER's own heuristic takes, so the most its users have run
 SPLIT_COST = 0.02  # share of a decode that one more split costs: partial results written and read; a guess, not measured
@@ -78,8 +78,7 @@ def decode(
         if lse is not None:
             lse.fill_(float("-inf"))
         return
-    request, seen = keys_seen(meta, num_tokens, causal=causal)
-    batch = by_request(meta) if told_by_request(meta, shape, causal=causal) else by_token(meta, request, seen)
+    batch, seen = tell(meta, shape, num_tokens, causal=causal)
     rows = kv_cache.view(-1, 1, 1, kv_cache.shape[2])
     rows[0].nan_to_num_()
     o = torch.zeros(num_tokens, shape.heads, out.shape[2], dtype=torch.bfloat16, device=q.device)
@@ -95,41 +94,31 @@ def decode(
         lse.copy_(returned[:, :heads].masked_fill(blind[:, None], float("-inf")).transpose(0, 1))
 
 
-def keys_seen(meta: MLAMetadata, num_tokens: int, *, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The request of each query row, and how many of its keys the row sees.
+def tell(meta: MLAMetadata, shape: LaunchShape, num_tokens: int, *, causal: bool) -> tuple[Batch, torch.Tensor]:
+    """The batch in AITER's words, and how many keys each row sees.
+
+    Where AITER's kernels do the batch right as it is, it stays as it is. Else each row becomes a request of one query token
+    whose keys are those that the row sees: exact, and reads the cache once a row.
 
     Returns:
-        request int64 [T], the last one for rows of padding; seen int32 [T], 0 for rows of padding too.
+        the batch; seen int32 [T], 0 for rows of padding.
     """
+    one_row_each = meta.max_query_len == 1 and meta.num_tokens == meta.num_reqs
+    if one_row_each and num_tokens == meta.num_reqs:
+        # a replayed graph may end in requests without a row: qo_indptr is flat there
+        return _by_request(meta), torch.where(meta.qo_indptr.diff() > 0, meta.seq_lens, 0)
     row = torch.arange(num_tokens, dtype=torch.int32, device=meta.device)
-    past = torch.searchsorted(meta.qo_indptr[1:].contiguous(), row, right=True)
+    past = torch.searchsorted(meta.qo_indptr[1:], row, right=True, out_int32=True)
     request = past.clamp(max=meta.num_reqs - 1)
     seen = meta.seq_lens[request]
     if causal:
         seen = seen - (meta.qo_indptr[request + 1] - row - 1)
-    return request, torch.where(past < meta.num_reqs, seen, 0).clamp(min=0)
-
-
-def told_by_request(meta: MLAMetadata, shape: LaunchShape, *, causal: bool) -> bool:
-    """Whether AITER's kernels do this batch right as it is; else each row becomes a request of its own."""
-    if meta.max_query_len == 1:
-        return meta.num_tokens == meta.num_reqs  # each request has exactly one row
-    return causal and meta.max_query_len <= shape.query_len
-
-
-def by_request(meta: MLAMetadata) -> Batch:
-    """The batch as it is, its pages cut into tokens."""
-    if meta.page_size == 1:
-        kv_indptr, kv_indices = meta.paged_kv_indptr.contiguous(), meta.paged_kv_indices.contiguous()
-    else:
-        kv_indptr, kv_indices = _token_slots(meta.block_table, meta.seq_lens, meta.page_size)
-    return Batch(meta.qo_indptr.contiguous(), kv_indptr, kv_indices, meta.max_query_len)
-
-
-def by_token(meta: MLAMetadata, request: torch.Tensor, seen: torch.Tensor) -> Batch:
-    """Each row as a request of one query token whose keys are those that the row sees: exact, and reads the cache once a row."""
-    kv_indptr, kv_indices = _token_slots(meta.block_table[request], seen, meta.page_size)
-    return Batch(torch.arange(seen.shape[0] + 1, dtype=torch.int32, device=seen.device), kv_indptr, kv_indices, 1)
+    seen = torch.where(past < meta.num_reqs, seen, 0).clamp(min=0)
+    if one_row_each or (causal and 1 < meta.max_query_len <= shape.query_len):
+        return _by_request(meta), seen
+    kv_indptr = _indptr(seen, meta)
+    qo_indptr = torch.arange(num_tokens + 1, dtype=torch.int32, device=meta.device)
+    return Batch(qo_indptr, kv_indptr, _slots(meta, request, kv_indptr), 1), seen
 
 
 def num_splits(batch_size: int, num_tokens: int, heads: int, compute_units: int, *, at_least: int) -> int:
@@ -148,15 +137,27 @@ def num_splits(batch_size: int, num_tokens: int, heads: int, compute_units: int,
     return max(range(at_least, max(min(MAX_SPLITS, fitting), at_least) + 1), key=worth)
 
 
-def _token_slots(block_table: torch.Tensor, kv_lens: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """kv_indptr [n + 1] and the cache rows of each request one after another, from its pages [n, max_pages] and keys [n]."""
-    slots = block_table
-    if page_size > 1:
-        offsets = torch.arange(page_size, dtype=torch.int32, device=block_table.device)
-        slots = (block_table[:, :, None] * page_size + offsets).flatten(1)
+def _by_request(meta: MLAMetadata) -> Batch:
+    """The batch as it is, its pages cut into tokens."""
+    if meta.page_size == 1:
+        kv_indptr, kv_indices = meta.paged_kv_indptr.contiguous(), meta.paged_kv_indices.contiguous()
+    else:
+        kv_indptr = _indptr(meta.seq_lens, meta)
+        kv_indices = _slots(meta, None, kv_indptr)
+    return Batch(meta.qo_indptr.contiguous(), kv_indptr, kv_indices, meta.max_query_len)
+
+
+def _indptr(kv_lens: torch.Tensor, meta: MLAMetadata) -> torch.Tensor:
+    """int32 [n + 1] of the keys [n] of each request; no more than its row of the block table holds."""
     kv_indptr = torch.zeros(kv_lens.shape[0] + 1, dtype=torch.int32, device=kv_lens.device)
-    torch.cumsum(kv_lens.clamp(max=slots.shape[1]), 0, dtype=torch.int32, out=kv_indptr[1:])
-    return kv_indptr, pack_page_ids(slots, kv_indptr)
+    torch.cumsum(kv_lens.clamp(max=meta.block_table.shape[1] * meta.page_size), 0, dtype=torch.int32, out=kv_indptr[1:])
+    return kv_indptr
+
+
+def _slots(meta: MLAMetadata, owner: torch.Tensor | None, kv_indptr: torch.Tensor) -> torch.Tensor:
+    from dualmla_kernels.token_slots import token_slots
+
+    return token_slots(meta.block_table, owner, kv_indptr, meta.page_size)
 
 
 def _repeat_heads(q: torch.Tensor, heads: int) -> torch.Tensor:
@@ -182,7 +183,6 @@ def _call(
         "sm_scale": softmax_scale,
         "num_kv_splits": splits,
         "page_size": 1,
-        "nhead_kv": 1,
         "return_lse": with_lse,
         "causal": True,  # the keys that a row may see are those of its request, or the kernel's bottom-right mask
     }

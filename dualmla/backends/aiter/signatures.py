@@ -26,7 +26,7 @@ MARKERS = (
 GENERATIONS = ("S0", "S1", "S2", "S3", "S4", "S5", "S6", "S7", "S8")
 
 ALWAYS_PASSED = ("q", "kv_buffer", "o", "kv_indptr", "kv_indices", "kv_last_page_lens", "sm_scale", "num_kv_splits")
-PASSED_WHERE_KNOWN = ("qo_indptr", "max_seqlen_q", "num_kv_splits_indptr", "page_size", "nhead_kv", "return_lse", "causal")
+PASSED_WHERE_KNOWN = ("qo_indptr", "max_seqlen_q", "num_kv_splits_indptr", "page_size", "return_lse", "causal")
 
 
 class UnknownSignature(ValueError):  # noqa: N818 - a finding about somebody else's code, not a mistake of the caller
