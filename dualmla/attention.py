@@ -180,6 +180,9 @@ class MLAImpl:
         check_tensor("kv_c", kv_c, rank=2, dtypes=(cfg.dtype,), device=device, shape=(tokens, cfg.kv_lora_rank))
         check_tensor("k_pe", k_pe, rank=2, dtypes=(cfg.dtype,), device=device, shape=(tokens, cfg.qk_rope_head_dim))
         check_cache(kv_cache, (cfg.cache_dtype,), device, cfg.latent_dim)
+        check_written("kv_cache", kv_cache)
+        if not isinstance(meta, MLAMetadata):
+            raise TypeError(f"meta must be MLAMetadata, got {type(meta).__name__}")
         check_meta(meta, num_tokens=tokens, num_heads=cfg.num_heads, dtype=cfg.dtype, kv_cache=kv_cache)
         width = cfg.num_heads * cfg.v_head_dim
         if output is None:

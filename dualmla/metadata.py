@@ -16,7 +16,7 @@ from typing import Any, SupportsIndex
 import torch
 
 from dualmla.config import MLAConfig
-from dualmla.validation import check_index_tensor, checked_device, reads_allowed
+from dualmla.validation import check_index_tensor, check_seq_lens, checked_device, reads_allowed
 
 Lengths = torch.Tensor | Sequence[int]
 
@@ -374,10 +374,6 @@ def _check_batch(block_table: torch.Tensor, seq_lens: torch.Tensor, query_lens: 
         worst = min(_host_lengths("query_lens", query_lens), default=0)
         if worst < 0:
             raise ValueError(f"query_lens must not be negative, got {worst}")
-    if num_reqs and reads_allowed(seq_lens):
-        least, most = int(seq_lens.min()), int(seq_lens.max())
-        if least < 0:
-            raise ValueError(f"seq_lens must not be negative, got {least}")
-        if max_pages and most > max_pages * page_size:
-            raise ValueError(f"seq_lens reach {most} tokens, block_table has {max_pages} pages of {page_size} a request")
+    if reads_allowed(seq_lens):
+        check_seq_lens(seq_lens, max_pages, page_size)
     return num_reqs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dualmla.backends.base import DecodeCall
-from dualmla.config import COMPUTE_DTYPES
+from dualmla.config import COMPUTE_DTYPES, check_latent_dims
 from dualmla.metadata import MLAMetadata
 from dualmla.selection import backend_for_decode, backend_for_device
 from dualmla.validation import (
@@ -83,7 +83,7 @@ def mla_decode(
     rank = split_latent(latent_dim, meta, out)
     scale = check_scale("softmax_scale", softmax_scale)
     k_scale = check_k_scale(k_scale, q.device)
-    if num_kv_splits is not None and (not isinstance(num_kv_splits, int) or not 1 <= num_kv_splits <= MAX_KV_SPLITS):
+    if num_kv_splits is not None and (type(num_kv_splits) is not int or not 1 <= num_kv_splits <= MAX_KV_SPLITS):
         raise ValueError(f"num_kv_splits must be None or an int from 1 to {MAX_KV_SPLITS}, got {num_kv_splits!r}")
     if out is None:
         out = torch.empty(tokens, heads, rank, dtype=q.dtype, device=q.device)
@@ -187,6 +187,7 @@ def concat_and_cache_mla(
     check_tensor("kv_c", kv_c, rank=2, dtypes=COMPUTE_DTYPES, device=None)
     device = kv_c.device
     check_tensor("k_pe", k_pe, rank=2, dtypes=(kv_c.dtype,), device=device, shape=(kv_c.shape[0], None))
+    check_latent_dims(kv_c.shape[1], k_pe.shape[1])
     check_cache(kv_cache, cache_dtypes(kv_c.dtype), device, kv_c.shape[1] + k_pe.shape[1])
     check_written("kv_cache", kv_cache)
     check_slots(slot_mapping, kv_c.shape[0], kv_cache)

@@ -55,6 +55,8 @@ def check_k_scale(k_scale: float | torch.Tensor | None, device: torch.device) ->
         )
     if k_scale.requires_grad:
         raise ValueError("k_scale requires grad; dualmla computes no gradients")
+    if reads_allowed(k_scale):
+        check_scale("k_scale", float(k_scale))
     return k_scale
 
 
@@ -209,7 +211,7 @@ def split_latent(latent_dim: int, meta: MLAMetadata, out: torch.Tensor | None) -
                 f"kv_cache has rows of {latent_dim}, the metadata was built for kv_lora_rank + qk_rope_head_dim = {meta.config.latent_dim}"
             )
         return meta.config.kv_lora_rank
-    if isinstance(out, torch.Tensor) and out.dim():
+    if isinstance(out, torch.Tensor) and out.dim() == 3:
         check_latent_dims(out.shape[-1], latent_dim - out.shape[-1])
         return out.shape[-1]
     ranks = [rank for rank in (512, 256, 128, 64, 32) if 16 <= latent_dim - rank <= 128]
@@ -246,22 +248,37 @@ def check_meta(meta: MLAMetadata, *, num_tokens: int, num_heads: int, dtype: tor
             if got != want:
                 raise ValueError(f"{name} is {got}, the metadata was built for a config of {name}={want}")
     if reads_allowed(meta.block_table):
-        _check_pages(meta, kv_cache.shape[0])
+        _check_contents(meta, num_tokens, kv_cache.shape[0])
 
 
-def _check_pages(meta: MLAMetadata, num_pages: int) -> None:
-    """Every page id inside a live length is one of the cache's, and qo_indptr is monotone."""
-    if bool((meta.qo_indptr.diff() < 0).any()):
-        raise ValueError(f"qo_indptr must not decrease, got {meta.qo_indptr.tolist()}")
-    column = torch.arange(meta.block_table.shape[1], device=meta.device)
-    live = column < ((meta.seq_lens + meta.page_size - 1) // meta.page_size)[:, None]
+def _check_contents(meta: MLAMetadata, num_tokens: int, num_pages: int) -> None:
+    """The requests' tokens are q's, their lengths lie within the table, and live page ids within the cache."""
+    first = meta.qo_indptr.tolist()
+    if first[0] != 0 or any(after < before for before, after in itertools.pairwise(first)):
+        raise ValueError(f"qo_indptr must begin at 0 and not decrease, got {first}")
+    if first[-1] > num_tokens:
+        raise ValueError(f"qo_indptr ends at {first[-1]}, q has {num_tokens} tokens")
+    max_pages, page_size = meta.block_table.shape[1], meta.page_size
+    check_seq_lens(meta.seq_lens, max_pages, page_size)
+    live = torch.arange(max_pages, device=meta.device) < ((meta.seq_lens + page_size - 1) // page_size)[:, None]
     wrong = live & ((meta.block_table < 0) | (meta.block_table >= num_pages))
     if bool(wrong.any()):
         request, page = wrong.nonzero()[0].tolist()
         raise ValueError(
             f"block_table[{request}, {page}] is {int(meta.block_table[request, page])}, inside the live length of request {request}; "
-            f"kv_cache has pages 0..{num_pages - 1}"
+            f"kv_cache has {num_pages} pages"
         )
+
+
+def check_seq_lens(seq_lens: torch.Tensor, max_pages: int, page_size: int) -> None:
+    """Lengths are neither negative nor longer than the block table; a table without pages is a profile run's. Waits for the device."""
+    if seq_lens.numel() == 0:
+        return
+    least, most = int(seq_lens.min()), int(seq_lens.max())
+    if least < 0:
+        raise ValueError(f"seq_lens must not be negative, got {least}")
+    if max_pages and most > max_pages * page_size:
+        raise ValueError(f"seq_lens reach {most} tokens, block_table has {max_pages} pages of {page_size} a request")
 
 
 def _short(dtype: torch.dtype) -> str:
