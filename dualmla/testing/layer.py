@@ -15,6 +15,7 @@ from dualmla.metadata import MLAMetadata
 from dualmla.selection import select_backend
 from dualmla.testing.cases import UNUSED_PAGE, YARN_SCALE, poisoned_allocations
 from dualmla.testing.exact import SAFETY, U32, Exact
+from dualmla.testing.prefill import describe
 
 SPREAD = 2.0
 """A sum of n independent roundings of x_i strays less than this times u sqrt(sum x_i^2): each has a standard deviation of at
@@ -57,6 +58,9 @@ class LayerCase:
     strided: bool = False
     seed: int = 0
 
+    def __str__(self) -> str:
+        return describe(self)
+
     @property
     def config(self) -> MLAConfig:
         names = {f.name for f in dataclasses.fields(MLAConfig)}
@@ -96,8 +100,9 @@ def make_layer_inputs(case: LayerCase, device: torch.device | str = "cpu") -> La
         rows, *rest = values.shape
         wide = [rows + padding, *(n + 8 * case.strided for n in rest)]
         buffer = torch.full(wide, math.nan).to(values.dtype).to(device)
-        inner = (slice(None), *(slice(n) for n in rest))
-        view = buffer[inner]
+        view = buffer
+        for axis, size in enumerate(rest, start=1):
+            view = view.narrow(axis, 0, size)
         view[rows:] = fill
         view[:rows] = values.to(device)
         return view

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -44,6 +45,9 @@ class PrefillCase:
     def keys(self) -> tuple[int, ...]:
         """`key_lens` with the default filled in."""
         return self.key_lens or self.query_lens
+
+    def __str__(self) -> str:
+        return describe(self)
 
 
 @dataclass(frozen=True)
@@ -121,3 +125,9 @@ def exact_prefill(inputs: PrefillInputs) -> Exact:
 def _bounds(lengths: tuple[int, ...], device: torch.device | str) -> torch.Tensor:
     """int32 [n + 1]: 0 and the running sums."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def describe(case: Any) -> str:
+    """What of a case is not the default: a test's id."""
+    told = {f.name: getattr(case, f.name) for f in fields(case) if getattr(case, f.name) != f.default}
+    return "-".join(f"{name}={value}".replace("torch.", "").replace(" ", "") for name, value in told.items()) or "default"

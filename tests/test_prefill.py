@@ -1,0 +1,197 @@
+"""Prefill attention against float64 on every backend usable here, within the one error budget of `dualmla.testing`.
+
+Rows that no request owns, `out`, and everything allocated on the way are NaN: each test is also one of contracts 3 and 4.
+Structure (lengths, masks, strides, sizes) is tested in fp32, where the budget is a few units of 1e-6.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dualmla
+from dualmla.testing import Exact, assert_bits_equal, compare
+from dualmla.testing.prefill import PrefillCase, PrefillInputs, exact_prefill, make_prefill_inputs, run_prefill
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@functools.lru_cache(maxsize=2)
+def truth(case: PrefillCase, device: torch.device) -> Exact:
+    """Worked out once for all backends."""
+    return exact_prefill(make_prefill_inputs(case, device))
+
+
+def check(inputs: PrefillInputs, backend: str, exact: Exact | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = run_prefill(inputs, backend)
+    assert out.data_ptr() == inputs.out.data_ptr(), "a given out is returned"
+    comparison = compare(out, lse, exact or exact_prefill(inputs), flashmla_gate=inputs.case.dtype == BF16)
+    assert comparison.agrees, f"{inputs.case}: {comparison.failures}"
+    return out, lse
+
+
+CASES = (
+    *(PrefillCase(query_lens=(8, 5), dtype=dtype) for dtype in (BF16, FP16, FP32)),
+    # around the tiles of 64 keys and the blocks of 32 and 64 queries
+    *(PrefillCase(num_heads=1, query_lens=(n,), dtype=FP32) for n in (1, 31, 32, 33, 63, 64, 65, 130)),
+    *(PrefillCase(num_heads=1, query_lens=(70,), key_lens=(m,), dtype=FP32) for m in (71, 127, 128, 129, 200)),
+    # more requests than one, empty ones, fewer keys than queries, none
+    PrefillCase(query_lens=(5, 0, 70, 3, 1), key_lens=(9, 4, 130, 0, 1), padding_tokens=3, dtype=FP32),
+    PrefillCase(query_lens=(70, 9, 3), key_lens=(5, 4, 3), dtype=FP32),
+    PrefillCase(query_lens=(0, 0), key_lens=(3, 0), padding_tokens=5, dtype=FP32),
+    PrefillCase(query_lens=(), padding_tokens=2, dtype=FP32),
+    # heads: fewer than a group of 8, not a multiple of it, many
+    *(PrefillCase(num_heads=heads, query_lens=(9, 2), key_lens=(9, 80), dtype=FP32) for heads in (1, 8, 12, 20)),
+    # sizes of a head: powers of two, not, smallest
+    *(
+        PrefillCase(query_lens=(7, 66), padding_tokens=1, qk_head_dim=qk, v_head_dim=v, dtype=FP32)
+        for qk, v in ((128, 128), (16, 16), (80, 48), (256, 64), (144, 112), (224, 192))
+    ),
+    PrefillCase(query_lens=(40, 9), key_lens=(45, 80), padding_tokens=2, strided=True, dtype=FP32),
+    PrefillCase(num_heads=16, query_lens=(33,), key_lens=(65,), strided=True),
+)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_float64(case: PrefillCase, causal: bool, device: torch.device, backend: str) -> None:
+    case = dataclasses.replace(case, causal=causal)
+    check(make_prefill_inputs(case, device), backend, truth(case, device))
+
+
+lengths = st.lists(st.tuples(st.integers(0, 70), st.integers(0, 140)), min_size=1, max_size=4)
+
+
+@settings(max_examples=12)
+@given(lengths=lengths, heads=st.integers(1, 9), causal=st.booleans(), padding=st.integers(0, 2), strided=st.booleans())
+def test_any_lengths(
+    lengths: list[tuple[int, int]], heads: int, causal: bool, padding: int, strided: bool, device: torch.device, backend: str
+) -> None:
+    case = PrefillCase(
+        num_heads=heads,
+        query_lens=tuple(n for n, _ in lengths),
+        key_lens=tuple(m for _, m in lengths),
+        qk_head_dim=48,
+        v_head_dim=32,
+        dtype=FP32,
+        causal=causal,
+        padding_tokens=padding,
+        strided=strided,
+    )
+    check(make_prefill_inputs(case, device), backend)
+
+
+def test_scale_reaches_the_kernel(device: torch.device, backend: str) -> None:
+    """S1: 8 tokens, a scale other than 192^-0.5."""
+    for scale in (192**-0.5, 0.1352337788608801, 1.0):
+        check(make_prefill_inputs(PrefillCase(softmax_scale=scale, dtype=FP32), device), backend)
+
+
+def test_two_tokens_give_out_and_lse(device: torch.device, backend: str) -> None:
+    """S2: with exactly 2 tokens the output itself unpacks into a pair."""
+    inputs = make_prefill_inputs(PrefillCase(query_lens=(2,), key_lens=(6,), dtype=FP32), device)
+    out, lse = check(inputs, backend)
+    assert out.shape == (2, 3, 128)
+    assert (lse.shape, lse.dtype) == ((3, 2), torch.float32)
+    alone = dualmla.mla_prefill(
+        inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_q, inputs.cu_seqlens_k, 2, 6, inputs.case.softmax_scale, backend=backend
+    )
+    assert isinstance(alone, torch.Tensor)
+    assert_bits_equal(alone, out, "out without LSE")
+
+
+def test_bounds_may_be_loose(device: torch.device, backend: str) -> None:
+    inputs = make_prefill_inputs(PrefillCase(query_lens=(70, 3), key_lens=(75, 9), padding_tokens=2, dtype=FP32), device)
+    want, _ = check(inputs, backend)
+    got = dualmla.mla_prefill(
+        inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_q, inputs.cu_seqlens_k, 300, 500, inputs.case.softmax_scale, backend=backend
+    )
+    assert_bits_equal(got, want, "out with loose bounds")
+
+
+def test_one_key_head_for_all_by_a_stride_of_zero(device: torch.device, backend: str) -> None:
+    inputs = make_prefill_inputs(PrefillCase(num_heads=4, query_lens=(40,), dtype=FP32), device)
+    k, v = (x[:, :1].expand(-1, 4, -1) for x in (inputs.k, inputs.v))
+    check(dataclasses.replace(inputs, k=k, v=v), backend)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_offsets_past_int32(name: str, device: torch.device, backend: str) -> None:
+    """Rows so far apart that the last of 130 begins past 2^31 elements; what lies between takes no memory."""
+    inputs = make_prefill_inputs(PrefillCase(num_heads=1, query_lens=(130,), qk_head_dim=32, v_head_dim=32, dtype=BF16), device)
+    near = getattr(inputs, name)
+    stride = 2**24 + 2**18
+    far = torch.empty(129 * stride + 32, dtype=BF16, device=device).as_strided(near.shape, (stride, 32, 1))
+    assert 129 * stride > 2**31
+    far.copy_(near)
+    check(dataclasses.replace(inputs, **{name: far}), backend)
+
+
+def test_same_bits_each_time(device: torch.device, backend: str) -> None:
+    inputs = make_prefill_inputs(PrefillCase(query_lens=(70, 3, 9), key_lens=(75, 3, 130), padding_tokens=1), device)
+    first = [x.clone() for x in run_prefill(inputs, backend)]
+    for _ in range(3):
+        inputs.out.fill_(math.nan)
+        for name, got, want in zip(("out", "lse"), run_prefill(inputs, backend), first, strict=True):
+            assert_bits_equal(got, want, name)
+
+
+def test_backends_are_asked_by_name(device: torch.device) -> None:
+    inputs = make_prefill_inputs(PrefillCase(dtype=FP32), device)
+    args = (inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_q, inputs.cu_seqlens_k, 8, 8, 0.1)
+    with pytest.raises(ValueError, match=r"backend is 'tritn'; it must be one of auto, aiter, triton, reference"):
+        dualmla.mla_prefill(*args, backend="tritn")
+    with pytest.raises(dualmla.BackendUnavailable, match="aiter"):
+        dualmla.mla_prefill(*args, backend="aiter")
+
+
+# argument -> (what is wrong, the error, what it must say)
+BAD = {
+    "q of rank 2": ({"q": lambda q: q[:, 0]}, ValueError, r"q must have 3 dimensions, got shape \[13, 192\]"),
+    "q not a tensor": ({"q": lambda q: None}, TypeError, "q must be a tensor, got NoneType"),
+    "q of ints": ({"q": lambda q: q.int()}, TypeError, "q must be bfloat16 or float16 or float32, got int32"),
+    "q not dense": ({"q": lambda q: q.repeat(1, 1, 2)[..., ::2]}, ValueError, "q must be contiguous in its last dimension"),
+    "q requires grad": ({"q": lambda q: q.clone().requires_grad_()}, ValueError, "q requires grad"),
+    "head dim not a multiple of 16": (
+        {"q": lambda q: q[..., :40], "k": lambda k: k[..., :40]}, ValueError, "q must have heads of a multiple of 16 .* 16 to 512, got 40",
+    ),
+    "v head dim not a multiple of 16": ({"v": lambda v: v[..., :24]}, ValueError, "v must have heads of a multiple of 16 numbers.* got 24"),
+    "k of other dtype": ({"k": lambda k: k.half()}, TypeError, "k must be float32, got float16"),
+    "k of other heads": ({"k": lambda k: k[:, :2]}, ValueError, r"k must have shape \[any, 3, 192\], got \[13, 2, 192\]"),
+    "v of fewer keys": ({"v": lambda v: v[:5]}, ValueError, r"v must have shape \[13, 3, any\], got \[5, 3, 128\]"),
+    "v on another device": ({"v": lambda v: v.to("meta")}, ValueError, "v is on meta, it must be on"),
+    "cu_seqlens_q of int64": ({"cu_seqlens_q": lambda c: c.long()}, TypeError, "cu_seqlens_q must be int32, got int64"),
+    "cu_seqlens_q empty": ({"cu_seqlens_q": lambda c: c[:0]}, ValueError, r"cu_seqlens_q must have num_reqs \+ 1 entries, got none"),
+    "cu_seqlens_q decreasing": ({"cu_seqlens_q": lambda c: c.flip(0)}, ValueError, r"must start at 0 and not decrease, got \[13, 8, 0\]"),
+    "cu_seqlens_q too far": ({"cu_seqlens_q": lambda c: c * 2}, ValueError, "cu_seqlens_q ends at 26, there are 13 tokens"),
+    "cu_seqlens_k of other requests": ({"cu_seqlens_k": lambda c: c[:2]}, ValueError, "cu_seqlens_k has 1 requests, cu_seqlens_q has 2"),
+    "max_seqlen_q too small": ({"max_seqlen_q": lambda n: 7}, ValueError, "cu_seqlens_q has a request of 8 tokens, .* max_seqlen=7"),
+    "max_seqlen_k negative": ({"max_seqlen_k": lambda n: -1}, ValueError, "max_seqlen_k must be an int of at least 0, got -1"),
+    "max_seqlen_q a float": ({"max_seqlen_q": lambda n: 8.0}, ValueError, r"max_seqlen_q must be an int of at least 0, got 8\.0"),
+    "scale a string": ({"softmax_scale": lambda s: "0.1"}, TypeError, "softmax_scale must be a float, got str"),
+    "scale 0": ({"softmax_scale": lambda s: 0.0}, ValueError, r"softmax_scale must be finite and positive, got 0\.0"),
+    "out of other shape": ({"out": lambda o: o[:5]}, ValueError, r"out must have shape \[13, 3, 128\], got \[5, 3, 128\]"),
+    "out of other dtype": ({"out": lambda o: o.half()}, TypeError, "out must be float32, got float16"),
+    "out expanded": ({"out": lambda o: o[:1].expand(13, -1, -1)}, ValueError, "out is written, but its elements share memory"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_before_anything_is_written(name: str, device: torch.device, backend: str, monkeypatch: Any) -> None:
+    """Contract 9; on a GPU, where values cost a wait, under DUALMLA_DEBUG."""
+    monkeypatch.setenv("DUALMLA_DEBUG", "1")
+    changes, error, message = BAD[name]
+    inputs = make_prefill_inputs(PrefillCase(query_lens=(8, 5), dtype=FP32), device)
+    arguments = {f.name: getattr(inputs, f.name) for f in dataclasses.fields(inputs) if f.name != "case"}
+    arguments |= {"max_seqlen_q": 8, "max_seqlen_k": 8, "softmax_scale": 0.1}
+    arguments |= {argument: change(arguments[argument]) for argument, change in changes.items()}
+    with pytest.raises(error, match=message):
+        dualmla.mla_prefill(**arguments, backend=backend)
+    assert bool(inputs.out.isnan().all())
