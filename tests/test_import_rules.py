@@ -21,6 +21,7 @@ ALLOWED_OUTSIDE = {
     "dualmla": {"torch"},
     "dualmla.backends.aiter": {"torch", "aiter"},
     "dualmla.backends.triton": {"torch", "triton", "dualmla_kernels"},
+    "dualmla.buffers": {"torch", "dualmla_kernels"},  # on a GPU, where a kernel writes them
     "dualmla.cli": {"torch", "typer", "rich"},
     "dualmla.demo": {"torch", "rich", "transformers"},
     "dualmla.emulator": {"torch", "numpy", "numba"},
