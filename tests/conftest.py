@@ -10,15 +10,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from hypothesis import settings
-
-import dualmla
+from support import DEVICE, USABLE, RunPython
 
 # shapes come from a fixed seed and a slow interpreter runs them: no deadline, no database beside the sources
 settings.register_profile("dualmla", deadline=None, derandomize=True, database=None)
 settings.load_profile("dualmla")
-
-DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-USABLE = [report.name for report in dualmla.explain(dualmla.MLAConfig(num_heads=16, softmax_scale=0.1), DEVICE) if report.usable]
 
 VARIABLES = ("TRITON_INTERPRET", "VLLM_ROCM_USE_AITER", "VLLM_ROCM_USE_AITER_MLA")
 
@@ -40,9 +36,6 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """The developer's own flags decide nothing in a test."""
     for name in [*VARIABLES, *(name for name in os.environ if name.startswith("DUALMLA_"))]:
         monkeypatch.delenv(name, raising=False)
-
-
-RunPython = Callable[..., str]
 
 
 def _environment() -> dict[str, str]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from conftest import RunPython
+from support import RunPython
 from triton.runtime.jit import JITFunction
 
 import dualmla

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import RunPython
+from support import RunPython
 
 import dualmla
 from dualmla import selection
@@ -282,7 +282,7 @@ def tiny_decode(backend: str | None = None) -> torch.Tensor:
 
 def test_the_backends_of_this_machine() -> None:
     """The other files run on `USABLE`: it must not shrink unseen."""
-    from conftest import USABLE
+    from support import USABLE
 
     assert {"triton", "reference"} <= set(USABLE)
 
