@@ -179,21 +179,25 @@ def test_cache_past_two_to_the_31_elements(page_size: int, splits: int, device: 
     assert_decode_agrees(*run_decode(inputs, backend), inputs)
 
 
-FAR = 1_100_000_000
-"""A stride of which two reach past 2^31 elements."""
+FAR = 2_200_000_000
+"""Elements between the first and the last token, head or slot."""
 
 
-@pytest.mark.parametrize("far", ["q by token", "q by head", "out by token", "out by head", "cache by slot"])
+@pytest.mark.parametrize(
+    ("far", "page_size"),
+    [("q by token", 3), ("q by head", 3), ("out by token", 3), ("out by head", 3), ("cache by slot", 3), ("cache by slot", 64)],
+)
 @pytest.mark.parametrize("splits", [1, 3])
-def test_strides_past_two_to_the_31_elements(far: str, splits: int, device: torch.device, backend: str) -> None:
-    """One untouched allocation of 4.4 GB, in which the third token, head or slot lies past 2^31 elements."""
-    case = DecodeCase(num_heads=3, seq_lens=(200,), query_lens=(3,), page_size=3, num_kv_splits=splits)
+def test_strides_past_two_to_the_31_elements(far: str, page_size: int, splits: int, device: torch.device, backend: str) -> None:
+    """One untouched allocation of 4.4 GB, in which the last token, head or slot lies past 2^31 elements."""
+    case = DecodeCase(num_heads=3, seq_lens=(200,), query_lens=(3,), page_size=page_size, num_kv_splits=splits)
     inputs = make_decode_inputs(case, device)
-    memory = torch.empty(2 * FAR + 100_000, dtype=case.dtype, device=device)
+    memory = torch.empty(FAR + 10_000_000, dtype=case.dtype, device=device)
     name, by = far.split(" by ")
     field = "kv_cache" if name == "cache" else name
     tensor = getattr(inputs, field)
-    strides = {"token": (FAR, tensor.shape[2], 1), "head": (tensor.shape[2], FAR, 1), "slot": (tensor.shape[2], FAR, 1)}[by]
+    first, second, row = tensor.shape
+    strides = (FAR // (first - 1), row, 1) if by == "token" else (row, FAR // (second - 1), 1)
     inputs = dataclasses.replace(inputs, **{field: memory.as_strided(tensor.shape, strides).copy_(tensor)})
     assert_decode_agrees(*run_decode(inputs, backend), inputs)
 

@@ -55,8 +55,10 @@ def _attend_tile(
     if MASKED:
         # Slots past the end may hold anything, and as values they are multiplied by 0 where 0 * NaN is NaN: read the last live row
         row = tl.minimum(on, seq_len - 1 - t * BN)
+    if PAGE * SLOT >= 2**31:
+        row = row.to(tl.int64)
     if PAGE % BN == 0:
-        k_tile = kv_ptr + page * page_stride + (t * BN) % PAGE * SLOT
+        k_tile = kv_ptr + page * page_stride + tl.cast((t * BN) % PAGE, tl.int64) * SLOT
         k = tl.load(k_tile + (row[:, None] * SLOT + od[None, :])).to(q.dtype)
         k_rope = tl.load(k_tile + (row[:, None] * SLOT + (D + orope)[None, :]), mask=(orope < R)[None, :], other=0.0).to(q.dtype)
     else:
