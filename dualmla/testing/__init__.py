@@ -21,7 +21,15 @@ from dualmla.testing.cases import (
     poisoned_allocations,
     run_decode,
 )
-from dualmla.testing.compare import Comparison, assert_bits_equal, assert_decode_agrees, compare, compare_decode, cosine_difference
+from dualmla.testing.compare import (
+    Comparison,
+    assert_bits_equal,
+    assert_decode_agrees,
+    budget_used,
+    compare,
+    compare_decode,
+    cosine_difference,
+)
 from dualmla.testing.exact import Exact, exact_attention, exact_decode
 from dualmla.testing.grids import QUICK_GRID
 
@@ -36,6 +44,7 @@ __all__ = [
     "Exact",
     "assert_bits_equal",
     "assert_decode_agrees",
+    "budget_used",
     "compare",
     "compare_decode",
     "cosine_difference",

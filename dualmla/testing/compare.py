@@ -123,16 +123,15 @@ def _within(
     if not got.numel():
         return 0.0, 0.0, 0.0, ()
     got = got.double()
-    finite = got.isfinite() & want.isfinite()
-    strange = ~finite & (got != want)
+    strange = _strange(got, want)
     if bool(strange.any()):
         at = _first(strange)
         failures.append(
             f"{name} is {float(got[at])} at {at} [{', '.join(axes)}], it must be {float(want[at]):.6g}; "
             f"{int(strange.sum())} of {got.numel()} elements are inf or nan where they must not be, or the reverse"
         )
-    error = torch.where(finite, (got - want).abs(), 0.0)
-    used = torch.where(error > 0, error / allowed, 0.0)
+    error = torch.where(strange | (got == want), 0.0, (got - want).abs())
+    used = torch.where(strange, 0.0, budget_used(got, want, allowed))
     worst = tuple(int(i) for i in torch.unravel_index(used.argmax(), used.shape))
     if float(used[worst]) > 1:
         failures.append(
@@ -140,3 +139,14 @@ def _within(
             f"error {float(error[worst]):.2e}, allowed {float(allowed[worst]):.2e}; {int((used > 1).sum())} of {got.numel()} elements"
         )
     return float(error.max()), float(allowed[worst]), float(used[worst]), worst
+
+
+def budget_used(got: torch.Tensor, want: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+    """|got - want| / allowed of each element, float64: above 1 is wrong; inf where one is inf or nan and the other is not."""
+    got = got.double()
+    used = torch.where(got == want, 0.0, (got - want).abs() / allowed)  # 0 allowed and inf - inf: equal is right
+    return torch.where(_strange(got, want), torch.inf, used)
+
+
+def _strange(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    return ~(got.isfinite() & want.isfinite()) & (got != want)

@@ -1,0 +1,171 @@
+"""Decode as a problem: `mla_decode` over a paged latent cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from dualmla.differential.problem import Result
+from dualmla.differential.verdict import Kind
+from dualmla.testing import DecodeCase, DecodeInputs, DecodeValues, Exact, draw_decode_values, exact_decode, lay_out_decode, run_decode
+
+
+@dataclass(frozen=True)
+class DecodeProblem:
+    """The numbers of one `mla_decode`."""
+
+    values: DecodeValues
+    operation = "decode"
+
+    @classmethod
+    def draw(cls, case: DecodeCase) -> DecodeProblem:
+        """The problem of a case; its numbers follow from the case's seed."""
+        return cls(draw_decode_values(case))
+
+    @property
+    def case(self) -> DecodeCase:
+        return self.values.case
+
+    @property
+    def title(self) -> str:
+        return str(self.case)
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.case.softmax_scale
+
+    @property
+    def wrong_scales(self) -> dict[str, float]:
+        case = self.case
+        return {
+            f"{case.latent_dim} ** -0.5, from the latent row": case.latent_dim**-0.5,
+            "192 ** -0.5, from DeepSeek's head": 192**-0.5,
+            "576 ** -0.5, from DeepSeek's latent row": 576**-0.5,
+            f"{case.kv_lora_rank} ** -0.5, from kv_lora_rank": case.kv_lora_rank**-0.5,
+            "1": 1.0,
+        }
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.case.new_tokens)
+
+    @property
+    def order_one(self) -> bool:
+        return self.case.data in ("normal", "flashmla")
+
+    def lay_out(self, device: torch.device | str, *, poison: bool) -> DecodeCall:
+        return DecodeCall(lay_out_decode(self.values, device, poison=poison))
+
+    def alternatives(self) -> Iterator[tuple[Kind, str, DecodeProblem]]:
+        if self.case.first_page:
+            yield "indices", "right with the same rows at the cache's start, wrong past 2^31 elements", self._with(first_page=0)
+        if self.case.num_kv_splits not in (None, 1):
+            yield "splits", f"right with num_kv_splits=1, wrong with {self.case.num_kv_splits}", self._with(num_kv_splits=1)
+
+    def alone(self) -> Iterator[tuple[slice, DecodeProblem]]:
+        """With fixed splits, each request by itself and its tokens in the batch: the same bits are promised."""
+        if self.case.num_kv_splits is None or len(self.case.seq_lens) < 2:
+            return
+        for request, (first, new) in enumerate(self._spans()):
+            if new:
+                yield slice(first, first + new), self._requests([request])
+
+    def smaller(self) -> Iterator[DecodeProblem]:
+        case = self.case
+        requests = list(range(len(case.seq_lens)))
+        for kept in _parts(requests):
+            yield self._requests(kept)
+        for kept in _parts(list(range(case.num_heads))):
+            yield replace(self, values=DecodeValues(replace(case, num_heads=len(kept)), self.values.q[:, kept], self.values.rows))
+        for cut in (lambda n: n // 2, lambda n: n - 64, lambda n: n - 1):
+            yield from self._shorter(cut)
+        yield from self._fewer_tokens()
+        for simple in (
+            {"padding_tokens": 0},
+            {"shared_pages": 0},
+            {"strided": False},
+            {"first_page": 0},
+            {"num_kv_splits": None},
+            {"num_kv_splits": 2},
+            {"page_size": 1},
+            {"page_size": max(case.page_size // 2, 1)},
+            {"k_scale": None},
+        ):
+            if any(getattr(case, name) != value for name, value in simple.items()):
+                yield self._with(**simple)
+        yield from self._plainer_numbers()
+
+    def _with(self, **changes: object) -> DecodeProblem:
+        q = self.values.q[: self.tokens] if changes.get("padding_tokens") == 0 else self.values.q
+        return DecodeProblem(DecodeValues(replace(self.case, **changes), q, self.values.rows))  # type: ignore[arg-type]
+
+    def _spans(self) -> list[tuple[int, int]]:
+        """(first token, tokens) of each request."""
+        new = self.case.new_tokens
+        return [(sum(new[:i]), n) for i, n in enumerate(new)]
+
+    def _requests(self, kept: Sequence[int]) -> DecodeProblem:
+        """Without the other requests and without padding."""
+        spans = self._spans()
+        q = [self.values.q[spans[i][0] : sum(spans[i])] for i in kept]
+        return self._rebuilt(q, [self.values.rows[i] for i in kept], padding=0)
+
+    def _rebuilt(self, q: list[torch.Tensor], rows: list[torch.Tensor], padding: int) -> DecodeProblem:
+        tail = self.values.q[len(self.values.q) - padding :] if padding else self.values.q[:0]
+        case = replace(self.case, seq_lens=tuple(len(r) for r in rows), query_lens=tuple(len(part) for part in q), padding_tokens=padding)
+        return DecodeProblem(DecodeValues(case, torch.cat([*q, tail]), tuple(rows)))
+
+    def _shorter(self, cut: Callable[[int], int]) -> Iterator[DecodeProblem]:
+        """All requests with fewer keys: the first ones kept, then the last ones."""
+        lengths = [max(cut(len(r)), 0) for r in self.values.rows]
+        if sum(lengths) == sum(self.case.seq_lens):
+            return
+        q = [self.values.q[first : first + new] for first, new in self._spans()]
+        yield self._rebuilt(q, [r[:n] for r, n in zip(self.values.rows, lengths, strict=True)], self.case.padding_tokens)
+        yield self._rebuilt(q, [r[len(r) - n :] for r, n in zip(self.values.rows, lengths, strict=True)], self.case.padding_tokens)
+
+    def _fewer_tokens(self) -> Iterator[DecodeProblem]:
+        """All requests with fewer new tokens, the last ones."""
+        longest = max(self.case.new_tokens, default=0)
+        for most in {1, longest // 2, longest - 1} - {0, longest}:
+            if 0 < most < longest:
+                q = [self.values.q[first + max(new - most, 0) : first + new] for first, new in self._spans()]
+                yield self._rebuilt(q, list(self.values.rows), self.case.padding_tokens)
+
+    def _plainer_numbers(self) -> Iterator[DecodeProblem]:
+        """Integers, then zeros."""
+        values = self.values
+        for q in (values.q.float().round().to(values.q.dtype), torch.zeros_like(values.q)):
+            if not torch.equal(q, values.q):
+                yield DecodeProblem(replace(values, q=q))
+        for make in (torch.round, torch.ones_like):
+            rows = tuple(make(r.float()).to(r.dtype) for r in values.rows)
+            if any(not torch.equal(new.float(), old.float()) for new, old in zip(rows, values.rows, strict=True)):
+                yield DecodeProblem(replace(values, rows=rows))
+
+
+@dataclass(frozen=True)
+class DecodeCall:
+    """A decode laid out in memory."""
+
+    inputs: DecodeInputs
+
+    def run(self, backend: str | None) -> Result:
+        return Result(*run_decode(self.inputs, backend))
+
+    def exact(self, *, softmax_scale: float | None = None, shift: int = 0) -> Exact:
+        return exact_decode(self.inputs, softmax_scale=softmax_scale, shift=shift)
+
+
+def _parts(items: list[int]) -> Iterator[list[int]]:
+    """Halves, then (of few) all but one and each alone."""
+    if len(items) < 2:
+        return
+    half = len(items) // 2
+    yield items[:half]
+    yield items[half:]
+    if len(items) <= 8:
+        for i in range(len(items)):
+            yield items[:i] + items[i + 1 :]

@@ -1,0 +1,139 @@
+"""Naming the fault behind a wrong result.
+
+The result is held against the truths of other questions: a wrong scale, a shifted mask, another head, another base of
+the logarithm. The one that explains every wrong row names the fault; otherwise it is the error budget that is broken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from dualmla.differential.bits import first
+from dualmla.differential.problem import Call, Problem, Result
+from dualmla.differential.verdict import Finding
+from dualmla.testing import Exact, budget_used
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A result beside the truth; `facts` are what `compare` said about it, empty when it agrees."""
+
+    problem: Problem
+    call: Call
+    result: Result
+    exact: Exact
+    facts: str
+
+    @cached_property
+    def empty(self) -> torch.Tensor:
+        """[H, T]: the row sees no key."""
+        return self.exact.lse.isneginf()
+
+    @cached_property
+    def out_rows(self) -> torch.Tensor:
+        """[H, T]: the row of out is wrong."""
+        return ~_right(self.result.out, self.exact)
+
+    @cached_property
+    def lse_rows(self) -> torch.Tensor:
+        """[H, T]: the LSE is wrong."""
+        if self.result.lse is None:
+            return torch.zeros_like(self.empty)
+        return budget_used(self.result.lse, self.exact.lse, self.exact.lse_allowed) > 1
+
+
+def diagnose(wrong: Wrong, passes: Callable[[Problem], bool]) -> Iterator[Finding]:
+    """The faults of a result that does not agree, each with the plain facts.
+
+    Arguments:
+        wrong: the result.
+        passes: whether the backend passes another problem.
+    """
+    if not bool(wrong.out_rows.any()) and (reading := _other_reading(wrong)):
+        yield Finding("lse", f"{reading}; {wrong.facts}")
+        return
+    bad = wrong.out_rows | wrong.lse_rows
+    empty, filled = bad & wrong.empty, bad & ~wrong.empty
+    if bool(empty.any()):
+        yield _empty_row(wrong, *first(empty))
+    if bool(filled.any()):
+        yield _filled_row(wrong, passes, only_lse=not bool((filled & wrong.out_rows).any()))
+    elif not bool(empty.any()):
+        yield Finding("accuracy", wrong.facts)  # within budget, beyond FlashMLA's gate
+
+
+def _empty_row(wrong: Wrong, head: int, token: int) -> Finding:
+    lse = "" if wrong.result.lse is None else f", lse {float(wrong.result.lse[head, token])}"
+    values = wrong.result.out[token, head].float()
+    got = f"has out {float(values[values.abs().nan_to_num(torch.inf).argmax()])}{lse}; it must have 0 and -inf"
+    if token >= wrong.problem.tokens:
+        return Finding("unwritten", f"row {token} of padding, head {head}, {got}")
+    return Finding("empty row", f"token {token}, head {head}, which sees no key, {got}")
+
+
+def _filled_row(wrong: Wrong, passes: Callable[[Problem], bool], only_lse: bool) -> Finding:
+    if only_lse and wrong.result.lse is not None and bool(wrong.result.lse[~wrong.empty].isnan().all()):
+        return Finding("unwritten", f"lse was never written; {wrong.facts}")
+    if answered := _other_question(wrong):
+        return answered
+    if only_lse:
+        return Finding("lse", wrong.facts)
+    if swapped := _swapped_heads(wrong):
+        return Finding("heads", f"{swapped}; {wrong.facts}")
+    alternatives = ((kind, words) for kind, words, other in wrong.problem.alternatives() if passes(other))
+    kind, words = next(alternatives, ("accuracy", ""))
+    return Finding(kind, f"{words}; {wrong.facts}" if words else wrong.facts)
+
+
+def _other_question(wrong: Wrong) -> Finding | None:
+    """The wrong scale or mask whose truth this is."""
+    problem = wrong.problem
+    for name, scale in problem.wrong_scales.items():
+        if scale != problem.softmax_scale and _explains(wrong, wrong.call.exact(softmax_scale=scale)):
+            return Finding("scale", f"softmax_scale {problem.softmax_scale} is not used: this is the result for {name}; {wrong.facts}")
+    for shift, words in ((-1, "one key too few"), (1, "one key too many")):
+        if _explains(wrong, wrong.call.exact(shift=shift)):
+            return Finding("mask", f"queries see {words}; {wrong.facts}")
+    return None
+
+
+def _other_reading(wrong: Wrong) -> str | None:
+    """Beside a right output: how the LSE must be read to be right, if it can."""
+    exact, lse = wrong.exact, wrong.result.lse
+    if lse is None:
+        return None
+    heads, tokens = lse.shape
+    readings = {
+        "lse is in base 2, not natural": lse.double() * math.log(2),
+        "lse is laid out [num_tokens, num_heads], not [num_heads, num_tokens]": lse.reshape(tokens, heads).T,
+        "lse has softmax_scale twice": lse.double() / (wrong.problem.softmax_scale or 1.0),
+    }
+    return next((words for words, x in readings.items() if bool((budget_used(x, exact.lse, exact.lse_allowed) <= 1).all())), None)
+
+
+def _right(out: torch.Tensor, exact: Exact) -> torch.Tensor:
+    """[H, T]: the row of out is right."""
+    return budget_used(out, exact.out, exact.out_allowed).amax(-1).T <= 1
+
+
+def _explains(wrong: Wrong, other: Exact) -> bool:
+    """Whether another truth is what every row with keys holds."""
+    right = _right(wrong.result.out, other)
+    if wrong.result.lse is not None:
+        right &= budget_used(wrong.result.lse, other.lse, other.lse_allowed) <= 1
+    return bool((right | wrong.empty).all())
+
+
+def _swapped_heads(wrong: Wrong) -> str | None:
+    """Whose attention a wrong head holds, if it is another head's."""
+    head = int((wrong.out_rows & ~wrong.empty).any(1).nonzero()[0])
+    for other in range(wrong.empty.shape[0]):
+        used = budget_used(wrong.result.out[:, head], wrong.exact.out[:, other], wrong.exact.out_allowed[:, other])
+        if other != head and bool((used <= 1).all()):
+            return f"head {head} holds the attention of head {other}"
+    return None

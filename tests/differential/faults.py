@@ -1,0 +1,233 @@
+"""Backends that are wrong on purpose, one fault each: `dualmla check --load tests/differential/faults.py --backend fault-scale`.
+
+All are one plain attention in fp32 with one thing spoilt, so that nothing but the fault can be found.
+"""
+
+import math
+import os
+import time
+from typing import ClassVar
+
+import torch
+
+import dualmla
+from dualmla.backends.reference import ReferenceMLABackend
+
+
+class Sound(ReferenceMLABackend):
+    """No fault: what the others spoil."""
+
+    @classmethod
+    def mla_decode(cls, q, kv_cache, meta, softmax_scale, *, causal, out, lse, k_scale, num_kv_splits):
+        out.zero_()
+        if lse is not None:
+            lse.fill_(-math.inf)
+        first = meta.qo_indptr.tolist()
+        for request, length in enumerate(meta.seq_lens.tolist()):
+            begin, end = first[request], first[request + 1]
+            rows = cls.rows(kv_cache, meta, request, length).float() * float(k_scale)
+            for token in range(begin, end):
+                seen = cls.seen(length, token - begin, end - begin) if causal else length
+                if seen > 0:
+                    o, row_lse = cls.attend(q[token].float(), rows[:seen], out.shape[2], cls.scale(softmax_scale), q.dtype)
+                    out[token] = o.to(out.dtype)
+                    if lse is not None:
+                        lse[:, token] = row_lse
+                else:
+                    cls.empty(out, lse, token)
+        cls.finish(out, lse)
+
+    @classmethod
+    def rows(cls, kv_cache, meta, request, length):
+        pages = meta.block_table[request, : -(-length // meta.page_size)].long()
+        return kv_cache[pages].flatten(0, 1)[:length]
+
+    @classmethod
+    def seen(cls, length, i, n):
+        return length - n + i + 1
+
+    @classmethod
+    def scale(cls, softmax_scale):
+        return softmax_scale
+
+    @classmethod
+    def attend(cls, q, rows, rank, scale, dtype):
+        s = scale * (q @ rows.T)
+        p = torch.exp(s - s.amax(1, keepdim=True))
+        return cls.round_p(p, dtype) @ rows[:, :rank] / p.sum(1, keepdim=True), s.logsumexp(1)
+
+    @classmethod
+    def round_p(cls, p, dtype):
+        return p.to(dtype).float()
+
+    @classmethod
+    def empty(cls, out, lse, token):
+        pass
+
+    @classmethod
+    def finish(cls, out, lse):
+        pass
+
+
+class Scale(Sound):
+    """Hard-codes the scale of the latent row."""
+
+    @classmethod
+    def scale(cls, softmax_scale):
+        return 576**-0.5
+
+
+class Base2(Sound):
+    @classmethod
+    def finish(cls, out, lse):
+        if lse is not None:
+            lse /= math.log(2)
+
+
+class Transposed(Sound):
+    """Writes [T, H] into the memory of [H, T]."""
+
+    @classmethod
+    def finish(cls, out, lse):
+        if lse is not None:
+            lse.copy_(lse.T.reshape(lse.shape).clone())
+
+
+class Mask(Sound):
+    @classmethod
+    def seen(cls, length, i, n):
+        return length - n + i
+
+
+class OverRead(Sound):
+    """Reads the last page to its end."""
+
+    @classmethod
+    def rows(cls, kv_cache, meta, request, length):
+        pages = meta.block_table[request, : -(-length // meta.page_size)].long()
+        return kv_cache[pages].flatten(0, 1)
+
+    @classmethod
+    def seen(cls, length, i, n):
+        return 1 << 40 if i == n - 1 and length else length - n + i + 1
+
+
+class Int32(Sound):
+    """Computes the offset of a row in 32 bits."""
+
+    @classmethod
+    def rows(cls, kv_cache, meta, request, length):
+        pages = meta.block_table[request, : -(-length // meta.page_size)]
+        offset = pages * torch.tensor(kv_cache.stride(0), dtype=torch.int32)  # wraps
+        pages = offset.long().remainder(kv_cache.shape[0] * kv_cache.stride(0)) // kv_cache.stride(0)
+        return kv_cache[pages].flatten(0, 1)[:length]
+
+
+class StaleSplit(Sound):
+    """Combines two pieces always, and leaves the second as it was where a request has keys for one alone."""
+
+    left: ClassVar = {}
+
+    @classmethod
+    def attend(cls, q, rows, rank, scale, dtype):
+        parts = [Sound.attend.__func__(cls, q, part, rank, scale, dtype) for part in (rows[:64], rows[64:]) if len(part)]
+        key = (q.shape[0], rank)
+        if len(parts) == 2:
+            cls.left[key] = parts[1]
+        elif key in cls.left:
+            parts.append(cls.left[key])
+        lse = torch.stack([part[1] for part in parts]).logsumexp(0)
+        return sum(o * torch.exp(part_lse - lse)[:, None] for o, part_lse in parts), lse
+
+
+class EmptyNaN(Sound):
+    @classmethod
+    def empty(cls, out, lse, token):
+        out[token] = math.nan
+
+
+class Fp8P(Sound):
+    @classmethod
+    def round_p(cls, p, dtype):
+        return p.to(torch.float8_e4m3fn).float()
+
+
+class Heads(Sound):
+    """Heads 0 and 1 swapped."""
+
+    @classmethod
+    def finish(cls, out, lse):
+        if out.shape[1] > 1:
+            out[:, [0, 1]] = out[:, [1, 0]]
+
+
+class Flipped(Sound):
+    """The sign of one element, in one call of 200."""
+
+    calls = 0
+
+    @classmethod
+    def finish(cls, out, lse):
+        cls.calls += 1
+        if cls.calls % 200 == 0 and out.numel():
+            flat = out.abs().float().nan_to_num(0).flatten()
+            out.view(-1)[int(flat.argmax())] *= -1
+
+
+class Padding(Sound):
+    """Leaves rows of padding as they were."""
+
+    @classmethod
+    def mla_decode(cls, q, kv_cache, meta, softmax_scale, *, out, lse, **rest):
+        n = meta.num_tokens
+        super().mla_decode(q[:n], kv_cache, meta, softmax_scale, out=out[:n], lse=None if lse is None else lse[:, :n], **rest)
+        if lse is not None:
+            lse[:, n:] = -math.inf
+
+
+class Abort(Sound):
+    """Aborts on more than one query token a request."""
+
+    @classmethod
+    def mla_decode(cls, q, kv_cache, meta, *args, **rest):
+        if meta.max_query_len > 1:
+            os.abort()
+        super().mla_decode(q, kv_cache, meta, *args, **rest)
+
+
+class Hang(Sound):
+    @classmethod
+    def mla_decode(cls, q, kv_cache, meta, *args, **rest):
+        if meta.max_query_len > 1:
+            time.sleep(3600)
+        super().mla_decode(q, kv_cache, meta, *args, **rest)
+
+
+class Raises(Sound):
+    @classmethod
+    def rows(cls, kv_cache, meta, request, length):
+        assert length < 64, "too long"
+        return super().rows(kv_cache, meta, request, length)
+
+
+FAULTS = {
+    "sound": Sound,
+    "scale": Scale,
+    "base2": Base2,
+    "transposed": Transposed,
+    "mask": Mask,
+    "over-read": OverRead,
+    "int32": Int32,
+    "stale-split": StaleSplit,
+    "empty-nan": EmptyNaN,
+    "fp8-p": Fp8P,
+    "heads": Heads,
+    "flipped": Flipped,
+    "padding": Padding,
+    "abort": Abort,
+    "hang": Hang,
+    "raises": Raises,
+}
+
+for name, fault in FAULTS.items():
+    dualmla.register_backend(f"fault-{name}", type(f"{fault.__name__}Backend", (fault,), {"name": f"fault-{name}"}))
