@@ -5,6 +5,7 @@ Functions and impls call these once; everything behind them trusts its arguments
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
 import os
@@ -43,11 +44,11 @@ def check_scale(name: str, scale: object) -> float:
 
 
 def check_k_scale(k_scale: float | torch.Tensor | None, device: torch.device) -> float | torch.Tensor:
-    """None becomes 1; a tensor is fp32 of one element on `device`."""
+    """None becomes 1; a tensor is fp32 of one element on `device`, and a float is rounded to fp32: both write the same bits."""
     if k_scale is None:
         return 1.0
     if not isinstance(k_scale, torch.Tensor):
-        return check_scale("k_scale", k_scale)
+        return ctypes.c_float(check_scale("k_scale", k_scale)).value
     if k_scale.dtype != torch.float32 or k_scale.numel() != 1 or k_scale.device != device:
         raise ValueError(
             f"k_scale must be a float or an fp32 tensor of one element on {device}, got {_short(k_scale.dtype)} "

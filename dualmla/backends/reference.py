@@ -144,10 +144,11 @@ class ReferenceMLABackend(MLABackend):
     ) -> None:
         """As `MLABackend.gather_kv_cache`."""
         out.zero_()
+        page_size = kv_cache.shape[1]
         for request, (rows, start) in enumerate(zip(_spans(cu_seqlens), seq_starts.tolist(), strict=True)):
-            length = start + rows.stop - rows.start
-            gathered = latent_rows(kv_cache, block_table[request], length)[start:].double() * k_scale
-            out[rows] = gathered.to(out.dtype)
+            position = torch.arange(start, start + rows.stop - rows.start, device=out.device)
+            pages = block_table[request, position // page_size].long()
+            out[rows] = (kv_cache[pages, position % page_size].double() * k_scale).to(out.dtype)
 
     @classmethod
     def merge_attn_states(
