@@ -7,18 +7,29 @@ views (`decode_metadata`, `prefill_metadata`) whose indptr start at 0.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING
 
 import torch
 
+from dualmla.buffers import (
+    KV_INDPTR,
+    LAST_PAGE_LENS,
+    PREFILL_KV_INDPTR,
+    PREFILL_QO_INDPTR,
+    QO_INDPTR,
+    QUERY_LENS,
+    SEQ_LENS,
+    MetadataBuffers,
+    PlanBuffers,
+)
 from dualmla.config import MLAConfig
+from dualmla.lengths import BatchCounts, Lengths, bound_batch, count_batch, host_lengths
 from dualmla.validation import check_index_tensor, check_seq_lens, checked_device, reads_allowed
 
-Lengths = torch.Tensor | Sequence[int]
+if TYPE_CHECKING:
+    from dualmla_kernels.plan import SplitPlan
 
 
 class _Lease:
@@ -53,7 +64,11 @@ class MLAMetadata:
         num_tokens: new tokens of all requests.
         max_query_len: an upper bound of `query_lens`, known on the host.
         num_decodes, num_decode_tokens: the leading requests (tokens) that take the decode path.
+        max_decode_query_len: an upper bound of their query lengths.
+        exact: False where `query_lens` lay on a GPU and were not read: numbers of tokens are upper bounds then.
         config: what the metadata was built for; None when `decode_metadata` built it from lengths alone.
+        plan: how the decodes are shared out among the programs of a kernel; None: the kernel makes it.
+        buffers: the memory of the tensors; None for a view of a batch of both kinds.
     """
 
     block_table: torch.Tensor
@@ -70,7 +85,10 @@ class MLAMetadata:
     num_decodes: int
     num_decode_tokens: int
     max_decode_query_len: int
+    exact: bool = True
     config: MLAConfig | None = None
+    plan: SplitPlan | None = None
+    buffers: MetadataBuffers | None = field(default=None, repr=False)
     _lease: _Lease = field(default_factory=_Lease, repr=False)
 
     @property
@@ -95,7 +113,7 @@ class MLAMetadata:
         self.check_current()
         if self.num_decodes == 0:
             return None
-        return self._decode_view if self.num_prefills else self  # cached in itself, only the collector would free it
+        return self._decode_view if self.num_prefills else self
 
     @property
     def prefill_metadata(self) -> MLAMetadata | None:
@@ -123,21 +141,24 @@ class MLAMetadata:
             num_decodes=n,
             num_decode_tokens=tokens,
             max_decode_query_len=self.max_decode_query_len,
+            exact=self.exact,
             config=self.config,
+            plan=self.plan,
             _lease=self._lease,
         )
 
     @cached_property
     def _prefill_view(self) -> MLAMetadata:
+        assert self.buffers is not None
+        assert self.buffers.prefill_indices is not None
         n, tokens = self.num_decodes, self.num_decode_tokens
-        paged_kv_indptr = self.paged_kv_indptr[n:] - self.paged_kv_indptr[n]
         return MLAMetadata(
             block_table=self.block_table[n:],
             seq_lens=self.seq_lens[n:],
             query_lens=self.query_lens[n:],
-            qo_indptr=self.qo_indptr[n:] - self.qo_indptr[n],
-            paged_kv_indptr=paged_kv_indptr,
-            paged_kv_indices=pack_page_ids(self.block_table[n:], paged_kv_indptr),
+            qo_indptr=self.buffers.row(PREFILL_QO_INDPTR, self.num_prefills + 1),
+            paged_kv_indptr=self.buffers.row(PREFILL_KV_INDPTR, self.num_prefills + 1),
+            paged_kv_indices=self.buffers.prefill_indices,
             paged_kv_last_page_lens=self.paged_kv_last_page_lens[n:],
             slot_mapping=self.slot_mapping[tokens:],
             page_size=self.page_size,
@@ -146,20 +167,21 @@ class MLAMetadata:
             num_decodes=0,
             num_decode_tokens=0,
             max_decode_query_len=0,
+            exact=self.exact,
             config=self.config,
             _lease=self._lease,
         )
 
 
 class MLAMetadataBuilder:
-    """Builds `MLAMetadata` into buffers allocated once.
+    """Builds `MLAMetadata` into buffers allocated once, in one launch, for one stream at a time.
 
     Arguments:
         cfg: the layer.
         device: of every tensor given and built.
         max_num_seqs: most requests a batch.
         max_num_pages_per_seq: most pages a request.
-        max_num_tokens: most new tokens a batch; None: as many as fit in the pages of all requests.
+        max_num_tokens: most new tokens a batch; None: no limit, the slots grow with the largest batch met.
         decode_threshold: the leading requests of at most this many new tokens take the decode path.
     """
 
@@ -188,7 +210,15 @@ class MLAMetadataBuilder:
         self.max_num_tokens = max_num_tokens
         self.decode_threshold = decode_threshold
         self._lease = _Lease()
-        self._paged_kv_indices = torch.zeros(max_num_seqs * max_num_pages_per_seq + 1, dtype=torch.int32, device=self.device)
+        self._buffers = MetadataBuffers(
+            self.device,
+            page_size=cfg.page_size,
+            max_num_reqs=max_num_seqs,
+            max_num_pages=max_num_pages_per_seq,
+            num_tokens=max_num_tokens or max_num_seqs * decode_threshold,
+            prefills=True,
+        )
+        self._plans = PlanBuffers(cfg, self.device, max_num_seqs)
 
     def build(
         self,
@@ -200,16 +230,21 @@ class MLAMetadataBuilder:
     ) -> MLAMetadata:
         """Describe a batch; valid until the next call.
 
+        The host waits for a GPU in one case alone: `query_lens` lies there and `num_decodes` is missing, or can't stand in
+        for the lengths (a batch of both kinds with a `decode_threshold` above 1, or a table without pages). Else, where
+        they lie there, `num_tokens` and `max_query_len` are upper bounds, and each decode of a batch of both kinds is taken
+        to have exactly one new token.
+
         Arguments:
-            block_table: int32 [num_reqs, max_pages].
+            block_table: int32 [num_reqs, max_pages]; referred to, not copied.
             seq_lens: int32 [num_reqs], new tokens included.
-            query_lens: int32 [num_reqs] on the device, or a list or CPU tensor: then nothing waits for the device.
+            query_lens: int32 [num_reqs] on the device, or a list or CPU tensor.
             num_decodes: leading requests that take the decode path; None: counted from `query_lens`.
 
         Raises:
             ValueError, TypeError: naming the argument, its value and what is allowed.
         """
-        num_reqs = _check_batch(block_table, seq_lens, query_lens, self.cfg.page_size, self.device)
+        num_reqs = _check_batch(block_table, seq_lens, self.cfg.page_size, self.device)
         if num_reqs > self.max_num_seqs:
             raise ValueError(f"block_table has {num_reqs} requests, the builder was made for max_num_seqs={self.max_num_seqs}")
         if block_table.shape[1] > self.max_num_pages_per_seq:
@@ -217,28 +252,22 @@ class MLAMetadataBuilder:
                 f"block_table has {block_table.shape[1]} pages a request, the builder was made for "
                 f"max_num_pages_per_seq={self.max_num_pages_per_seq}"
             )
-        host_lens = _host_lengths("query_lens", query_lens)
-        if self.max_num_tokens is not None and sum(host_lens) > self.max_num_tokens:
-            raise ValueError(f"query_lens sum to {sum(host_lens)}, the builder was made for max_num_tokens={self.max_num_tokens}")
-        leading = next((i for i, n in enumerate(host_lens) if n > self.decode_threshold), num_reqs)
-        if num_decodes is None:
-            num_decodes = leading
-        elif not 0 <= num_decodes <= leading:
-            raise ValueError(
-                f"num_decodes must be between 0 and {leading}, the leading requests of at most decode_threshold="
-                f"{self.decode_threshold} new tokens, got {num_decodes}"
-            )
+        if isinstance(query_lens, torch.Tensor):
+            check_index_tensor("query_lens", query_lens, rank=1, device=None if query_lens.device.type == "cpu" else self.device)
+        counts = None
+        if num_decodes is not None and isinstance(query_lens, torch.Tensor) and not reads_allowed(query_lens):
+            max_seq_len = block_table.shape[1] * self.cfg.page_size
+            counts = bound_batch(num_reqs, num_decodes, self.decode_threshold, max_seq_len=max_seq_len, max_num_tokens=self.max_num_tokens)
+        if counts is None:
+            read = _read(query_lens, num_reqs)
+            counts = count_batch(read, self.decode_threshold, num_decodes)
+            if self.max_num_tokens is not None and counts.num_tokens > self.max_num_tokens:
+                raise ValueError(f"query_lens sum to {counts.num_tokens}, the builder was made for max_num_tokens={self.max_num_tokens}")
         self._lease = self._lease.renew()
-        return _assemble(
-            block_table,
-            seq_lens,
-            host_lens,
-            self.cfg.page_size,
-            num_decodes,
-            out_indices=self._paged_kv_indices,
-            config=self.cfg,
-            _lease=self._lease,
-        )
+        self._buffers.reserve_tokens(counts.num_tokens)
+        plan = self._plans.of(counts.num_decodes, counts.max_decode_query_len)
+        new = query_lens if isinstance(query_lens, torch.Tensor) else read
+        return describe(self._buffers, block_table, seq_lens, new, counts, config=self.cfg, plan=plan, lease=self._lease)
 
 
 def decode_metadata(
@@ -267,113 +296,99 @@ def decode_metadata(
     if not isinstance(block_table, torch.Tensor):
         raise TypeError(f"block_table must be an int32 tensor, got {type(block_table).__name__}")
     block_table = block_table.to(device)
-    if isinstance(seq_lens, torch.Tensor):
-        seq_lens = seq_lens.to(device)
-    else:
-        seq_lens = torch.tensor(_host_lengths("seq_lens", seq_lens), dtype=torch.int32, device=device)
-    if query_lens is None:
-        query_lens = [1] * seq_lens.shape[0]
-    num_reqs = _check_batch(block_table, seq_lens, query_lens, page_size, device)
-    return _assemble(block_table, seq_lens, _host_lengths("query_lens", query_lens), page_size, num_decodes=num_reqs)
+    if not isinstance(seq_lens, torch.Tensor):
+        seq_lens = host_lengths("seq_lens", seq_lens)
+    seq_lens = seq_lens.to(device)
+    num_reqs = _check_batch(block_table, seq_lens, page_size, device)
+    query_lens = _read([1] * num_reqs if query_lens is None else query_lens, num_reqs)
+    counts = count_batch(query_lens, threshold=max(query_lens.tolist(), default=0), num_decodes=num_reqs)
+    buffers = MetadataBuffers(
+        device, page_size=page_size, max_num_reqs=num_reqs, max_num_pages=block_table.shape[1], num_tokens=counts.num_tokens
+    )
+    return describe(buffers, block_table, seq_lens, query_lens, counts)
 
 
-def pack_page_ids(block_table: torch.Tensor, paged_kv_indptr: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The live page ids of each request one after another, int32; the last entry of the result is a dump, never read.
-
-    Without a wait for the device: every entry of the table is scattered, the dead ones into the dump.
-    """
-    num_reqs, max_pages = block_table.shape
-    if out is None:
-        out = torch.zeros(num_reqs * max_pages + 1, dtype=torch.int32, device=block_table.device)
-    column = torch.arange(max_pages, device=block_table.device)
-    first, last = paged_kv_indptr[:-1, None].long(), paged_kv_indptr[1:, None].long()
-    target = torch.where(first + column < last, first + column, out.shape[0] - 1)
-    return out.scatter_(0, target.flatten(), block_table.flatten())
-
-
-def _assemble(
+def describe(
+    buffers: MetadataBuffers,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
-    host_lens: list[int],
-    page_size: int,
-    num_decodes: int,
-    out_indices: torch.Tensor | None = None,
-    **rest: Any,
+    query_lens: torch.Tensor,
+    counts: BatchCounts,
+    *,
+    config: MLAConfig | None = None,
+    plan: SplitPlan | None = None,
+    lease: _Lease | None = None,
 ) -> MLAMetadata:
-    num_reqs, max_pages = block_table.shape
-    device = block_table.device
-    query_lens = torch.tensor(host_lens, dtype=torch.int32, device=device)
-    pages = (seq_lens + (page_size - 1)).div(page_size, rounding_mode="floor").clamp(max=max_pages)
-    paged_kv_indptr = _indptr(pages)
-    num_tokens = sum(host_lens)
-    qo_indptr = _indptr(query_lens)
-    request = torch.repeat_interleave(torch.arange(num_reqs, device=device), query_lens.long(), output_size=num_tokens)
-    token = torch.arange(num_tokens, device=device) - qo_indptr[request]
-    position = (seq_lens - query_lens)[request].long() + token
+    """Write a batch into `buffers`, and the metadata that looks at them; arguments trusted.
+
+    Arguments:
+        query_lens: int32 [num_reqs], on the device or the CPU.
+    """
+    if buffers.own(seq_lens):
+        seq_lens = seq_lens.clone()
+    new: torch.Tensor | int = query_lens
+    if counts.each is not None:
+        new = counts.each
+    elif buffers.own(query_lens):
+        new = query_lens.clone()
+    elif query_lens.device != buffers.device:
+        new = buffers.stage(query_lens)
+    buffers.write(
+        block_table, seq_lens, new, num_reqs=counts.num_reqs, num_decodes=counts.num_decodes, num_tokens=counts.num_tokens, plan=plan
+    )
+    return metadata_of(buffers, block_table, counts, config=config, plan=plan, lease=lease)
+
+
+def metadata_of(
+    buffers: MetadataBuffers,
+    block_table: torch.Tensor,
+    counts: BatchCounts,
+    *,
+    config: MLAConfig | None = None,
+    plan: SplitPlan | None = None,
+    lease: _Lease | None = None,
+) -> MLAMetadata:
+    """What looks at `buffers` as a batch of these counts."""
+    n = counts.num_reqs
     return MLAMetadata(
         block_table=block_table,
-        seq_lens=seq_lens,
-        query_lens=query_lens,
-        qo_indptr=qo_indptr,
-        paged_kv_indptr=paged_kv_indptr,
-        paged_kv_indices=pack_page_ids(block_table, paged_kv_indptr, out_indices),
-        paged_kv_last_page_lens=torch.where(seq_lens > 0, (seq_lens - 1) % page_size + 1, 0).to(torch.int32),
-        slot_mapping=_slots(block_table, request, position, page_size),
-        page_size=page_size,
-        num_tokens=num_tokens,
-        max_query_len=max(host_lens, default=0),
-        num_decodes=num_decodes,
-        num_decode_tokens=sum(host_lens[:num_decodes]),
-        max_decode_query_len=max(host_lens[:num_decodes], default=0),
-        **rest,
+        seq_lens=buffers.row(SEQ_LENS, n),
+        query_lens=buffers.row(QUERY_LENS, n),
+        qo_indptr=buffers.row(QO_INDPTR, n + 1),
+        paged_kv_indptr=buffers.row(KV_INDPTR, n + 1),
+        paged_kv_indices=buffers.indices,
+        paged_kv_last_page_lens=buffers.row(LAST_PAGE_LENS, n),
+        slot_mapping=buffers.slots(counts.num_tokens),
+        page_size=buffers.page_size,
+        num_tokens=counts.num_tokens,
+        max_query_len=counts.max_query_len,
+        num_decodes=counts.num_decodes,
+        num_decode_tokens=counts.num_decode_tokens,
+        max_decode_query_len=counts.max_decode_query_len,
+        exact=counts.exact,
+        config=config,
+        plan=plan,
+        buffers=buffers,
+        _lease=lease or _Lease(),
     )
 
 
-def _slots(block_table: torch.Tensor, request: torch.Tensor, position: torch.Tensor, page_size: int) -> torch.Tensor:
-    """int64 slots of tokens at `position` of `request`; -1 before the first token and past the table."""
-    max_pages = block_table.shape[1]
-    written = (position >= 0) & (position < max_pages * page_size)
-    if max_pages == 0:
-        return torch.full_like(position, -1)
-    page = block_table[request, position.clamp(0, max_pages * page_size - 1) // page_size].long()
-    return torch.where(written, page * page_size + position % page_size, -1)
+def _read(query_lens: Lengths, num_reqs: int) -> torch.Tensor:
+    """int32 [num_reqs] on the CPU; a tensor on a GPU waits for it."""
+    if isinstance(query_lens, torch.Tensor):
+        check_index_tensor("query_lens", query_lens, rank=1, device=None)
+    query_lens = host_lengths("query_lens", query_lens)
+    if query_lens.shape[0] != num_reqs:
+        raise ValueError(f"query_lens has {query_lens.shape[0]} requests, block_table has {num_reqs}")
+    return query_lens
 
 
-def _indptr(lengths: torch.Tensor) -> torch.Tensor:
-    """int32 [n + 1]: 0 and the running sums of int32 [n]."""
-    indptr = torch.zeros(lengths.shape[0] + 1, dtype=torch.int32, device=lengths.device)
-    torch.cumsum(lengths, 0, dtype=torch.int32, out=indptr[1:])
-    return indptr
-
-
-def _host_lengths(name: str, lengths: Lengths) -> list[int]:
-    """As Python ints; a tensor on a GPU waits for it."""
-    if isinstance(lengths, torch.Tensor):
-        return lengths.tolist()
-    if not isinstance(lengths, Collection):
-        raise TypeError(f"{name} must be a tensor or a sequence of ints, got {type(lengths).__name__}")
-    for length in lengths:
-        if not isinstance(length, SupportsIndex):
-            raise TypeError(f"{name} must be ints, got {length!r}")
-    return [operator.index(length) for length in lengths]
-
-
-def _check_batch(block_table: torch.Tensor, seq_lens: torch.Tensor, query_lens: Lengths, page_size: int, device: torch.device) -> int:
+def _check_batch(block_table: torch.Tensor, seq_lens: torch.Tensor, page_size: int, device: torch.device) -> int:
     check_index_tensor("block_table", block_table, rank=2, device=device)
     check_index_tensor("seq_lens", seq_lens, rank=1, device=device)
     num_reqs, max_pages = block_table.shape
     if seq_lens.shape[0] != num_reqs:
         raise ValueError(f"seq_lens has {seq_lens.shape[0]} requests, block_table has {num_reqs}")
-    if isinstance(query_lens, torch.Tensor):
-        check_index_tensor("query_lens", query_lens, rank=1, device=None)
-    else:
-        query_lens = _host_lengths("query_lens", query_lens)
-    if len(query_lens) != num_reqs:
-        raise ValueError(f"query_lens has {len(query_lens)} requests, block_table has {num_reqs}")
-    if not isinstance(query_lens, torch.Tensor) or reads_allowed(query_lens):
-        worst = min(_host_lengths("query_lens", query_lens), default=0)
-        if worst < 0:
-            raise ValueError(f"query_lens must not be negative, got {worst}")
     if reads_allowed(seq_lens):
         check_seq_lens(seq_lens, max_pages, page_size)
     return num_reqs

@@ -236,7 +236,7 @@ def check_meta(meta: MLAMetadata, *, num_tokens: int, num_heads: int, dtype: tor
         raise ValueError(f"the metadata is on {meta.device}, kv_cache on {kv_cache.device}")
     if meta.page_size != kv_cache.shape[1]:
         raise ValueError(f"kv_cache has pages of {kv_cache.shape[1]} tokens, the metadata was built for page_size={meta.page_size}")
-    if meta.num_tokens > num_tokens:
+    if meta.exact and meta.num_tokens > num_tokens:
         raise ValueError(f"q has {num_tokens} tokens, the metadata describes {meta.num_tokens}")
     config = meta.config
     if config is not None:

@@ -75,6 +75,7 @@ class TritonMLABackend(MLABackend):
             lse=lse,
             k_scale=k_scale,
             num_kv_splits=num_kv_splits,
+            plan=meta.plan if num_kv_splits is None else None,
         )
 
     @classmethod

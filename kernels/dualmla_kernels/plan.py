@@ -207,7 +207,7 @@ def _even_size(tiles, spare, total):
 @triton.jit
 def plan_block(
     block, seq_lens_ptr, live, num_reqs, parts, pieces_of_part_ptr, pieces_ptr, splits_ptr,
-    TILE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr = 256, DEAL: tl.constexpr = 4,
+    TILE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr = 256,
 ):  # fmt: skip
     """Pieces and programs `block * BLOCK` on of the plan; block 0 writes the splits too.
 
@@ -229,6 +229,7 @@ def plan_block(
 
     each = (num_reqs + parts - 1) // parts
     load = tl.zeros([PARTS], tl.int32)
+    DEAL: tl.constexpr = 2048 // PARTS  # requests of each program that are looked at together
     for d in range(0, each, DEAL):
         nth = d + tl.arange(0, DEAL)
         request = tl.arange(0, PARTS)[:, None] * each + nth[None, :]
