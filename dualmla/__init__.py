@@ -3,11 +3,13 @@
 Importing this package needs torch alone, touches no device and reads no environment variable.
 """
 
+from dualmla.advance import advance_step
 from dualmla.backends.aiter import AiterMLABackend, AiterMLAImpl
 from dualmla.backends.base import BackendReport, BackendUnavailable, MLABackend
 from dualmla.backends.reference import ReferenceMLABackend, ReferenceMLAImpl
 from dualmla.backends.triton import TritonMLABackend, TritonMLAImpl
 from dualmla.config import MLAConfig
+from dualmla.graph import DecodeGraphs, MLAGraphState
 from dualmla.metadata import MLAMetadata, MLAMetadataBuilder, decode_metadata
 from dualmla.ops import concat_and_cache_mla, gather_kv_cache, merge_attn_states, mla_decode, mla_prefill
 from dualmla.selection import explain, is_aiter_mla_enabled, register_backend, select_backend
@@ -19,14 +21,17 @@ __all__ = [
     "AiterMLAImpl",
     "BackendReport",
     "BackendUnavailable",
+    "DecodeGraphs",
     "MLABackend",
     "MLAConfig",
+    "MLAGraphState",
     "MLAMetadata",
     "MLAMetadataBuilder",
     "ReferenceMLABackend",
     "ReferenceMLAImpl",
     "TritonMLABackend",
     "TritonMLAImpl",
+    "advance_step",
     "concat_and_cache_mla",
     "decode_metadata",
     "explain",

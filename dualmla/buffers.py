@@ -14,7 +14,7 @@ import torch
 from dualmla.config import MLAConfig
 
 if TYPE_CHECKING:
-    from dualmla_kernels.plan import SplitPlan
+    from dualmla_kernels.plan import SplitPlan as SplitPlan  # noqa: PLC0414 - for other modules' annotations too
 
 PAGES_AHEAD = 256
 """Table entries past a request's live pages that a copied table holds: as many pages as `advance_step` can step into."""
@@ -180,6 +180,23 @@ class MetadataBuffers:
             balanced_plan(lengths[:num_decodes], PlanShape(plan.parts, plan.tile), out=plan)
 
 
+def advance(
+    seq_lens: torch.Tensor,
+    query_lens: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    sampled: torch.Tensor,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+) -> None:
+    """Every request with a new token gets one more key; its token t becomes `sampled[t]` at position `seq_lens`."""
+    if seq_lens.device.type != "cpu" and _triton_found():
+        from dualmla_kernels.metadata import advance as kernel
+
+        kernel(seq_lens, query_lens, qo_indptr, sampled, tokens, positions)
+    else:
+        _advance_with_torch(seq_lens, query_lens, qo_indptr, sampled, tokens, positions)
+
+
 class PlanBuffers:
     """Split plans for the decodes of up to `max_num_reqs` requests, a set of buffers for each query length met.
 
@@ -201,6 +218,21 @@ class PlanBuffers:
             shape = plan_shape(self._cfg.num_heads, max_query_len, self._cfg.dtype, self._device)
             self._plans[max_query_len] = allocate_plan(self._max_num_reqs, shape, self._device)
         return self._plans[max_query_len].of(num_decodes)
+
+
+def _advance_with_torch(
+    seq_lens: torch.Tensor,
+    query_lens: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    sampled: torch.Tensor,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+) -> None:
+    moves = query_lens > 0
+    token = qo_indptr[:-1][moves].long()
+    positions[token] = seq_lens[moves].to(positions.dtype)
+    tokens[token] = sampled[token].to(tokens.dtype)
+    seq_lens += moves
 
 
 def _live_entries(block_table: torch.Tensor, pages: list[int]) -> list[torch.Tensor]:

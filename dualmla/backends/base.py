@@ -13,6 +13,7 @@ import torch
 
 from dualmla.attention import MLAImpl
 from dualmla.config import MLAConfig
+from dualmla.graph import MLAGraphState
 from dualmla.metadata import MLAMetadata, MLAMetadataBuilder
 
 
@@ -136,6 +137,10 @@ class MLABackend:
     @classmethod
     def get_builder_cls(cls) -> type[MLAMetadataBuilder]:
         return MLAMetadataBuilder
+
+    @classmethod
+    def get_state_cls(cls) -> type[MLAGraphState]:
+        return MLAGraphState
 
     @classmethod
     def not_supported_reasons(cls, cfg: MLAConfig | None, device: torch.device) -> list[str]:
