@@ -229,6 +229,7 @@ class DecodeGraphs(Generic[T]):
         self._pool = torch.cuda.graph_pool_handle() if state.device.type == "cuda" else None
         self._buffers: dict[int, dict[str, torch.Tensor]] = {}
         self._run: dict[int, Callable[[], T]] = {}
+        self._last: int | None = None
         with state.graph_capture(self._sizes[-1]):
             for size in reversed(self._sizes):  # the largest first: the others fit into its memory
                 meta = state.graph_capture_get_metadata_for_batch(size)
@@ -246,7 +247,18 @@ class DecodeGraphs(Generic[T]):
         if size is None:
             raise ValueError(f"meta has {meta.num_reqs} requests, the largest captured batch has {self._sizes[-1]}")
         self._state.prepare_graph_input_buffers(self._buffers[size], meta)
+        self._last = size
         return self._run[size]()
+
+    def replay_again(self) -> T:
+        """The batch of the last replay as it lies: for a step that moves it on itself, with `advance_step`.
+
+        Raises:
+            RuntimeError: nothing was replayed yet.
+        """
+        if self._last is None:
+            raise RuntimeError("replay_again needs a batch that replay has prepared")
+        return self._run[self._last]()
 
     def _capture(self, step: Callable[[MLAMetadata], T], meta: MLAMetadata) -> Callable[[], T]:
         device = self._state.device
