@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import stand_in
 import torch
 
 from dualmla.backends.aiter import launch
@@ -48,7 +49,7 @@ class Case:
         self, mla: Any, *, causal: bool = True, with_lse: bool = False, compute_units: int = 304
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """out [T, H, 512] and lse [H, T] of our adapter over the stand-in `mla`, as on a gfx942."""
-        aiter = describe(mla, "stand-in")
+        aiter = describe(stand_in.PACKAGE, mla, "stand-in")
         shape = launch_shape(aiter.signature, "gfx942", self.q.shape[1])
         assert shape is not None
         out, lse = self.buffers()

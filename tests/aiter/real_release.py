@@ -59,7 +59,12 @@ def main() -> None:
     said = {"reasons": reasons, "results": results}
     if aiter is not None:
         mla = sys.modules["aiter.mla"]
-        said |= {"generation": aiter.signature.generation, "version": aiter.version, "lse": aiter.signature.writes_lse}
+        said |= {
+            "generation": aiter.signature.generation,
+            "version": aiter.version,
+            "lse": aiter.signature.writes_lse,
+            "prefill": aiter.attention is not None,
+        }
         said |= {"schema": str(torch.ops.aiter.mla_decode_stage1_asm_fwd.default._schema), "file": mla.__file__}
         said["cleared"] = aiter.forget_splits is not None and mla.get_meta_param.cache_info().currsize
     print(json.dumps(said))

@@ -34,7 +34,7 @@ def main(result: str, device: str) -> None:
 
 def attempt(device: torch.device) -> str:
     """Import AITER and decode two requests with it; what was wrong with the result."""
-    aiter = describe(importlib.import_module("aiter.mla"), "on trial")
+    aiter = describe(importlib.import_module("aiter"), importlib.import_module("aiter.mla"), "on trial")
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(len(LENGTHS), HEADS, 576, generator=generator).bfloat16().to(device)
     kv_cache = torch.randn(sum(LENGTHS) + 1, 1, 576, generator=generator).bfloat16().to(device)
