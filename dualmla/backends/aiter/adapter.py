@@ -86,7 +86,10 @@ class AiterMLABackend(MLABackend):
         shape = support.launch_shape(aiter.signature, probe.device_arch(q.device), call.num_heads)
         assert shape is not None  # likewise
         units = torch.cuda.get_device_properties(q.device).multi_processor_count
-        launch.decode(aiter, shape, q, kv_cache, meta, softmax_scale, causal=causal, out=out, lse=lse, compute_units=units)
+        launch.decode(
+            aiter, shape, q, kv_cache, meta, softmax_scale,
+            causal=causal, out=out, lse=lse, compute_units=units, captured=torch.cuda.is_current_stream_capturing(),
+        )  # fmt: skip
 
     @classmethod
     def concat_and_cache_mla(

@@ -101,7 +101,10 @@ def call_refusals(call: DecodeCall, signature: Signature, arch: str) -> list[str
     if call.fixed_splits:
         reasons.append("num_kv_splits is fixed; AITER does not promise a row the same bits alone and in a batch, the triton backend does")
     shape = launch_shape(signature, arch, call.num_heads)
-    if shape is not None and partial_bytes(call.num_tokens, shape.heads, splits=2 if call.return_lse else 1) > PARTIAL_LIMIT:
+    if (
+        shape is not None
+        and partial_bytes(max(call.num_tokens, call.batch_size), shape.heads, splits=2 if call.return_lse else 1) > PARTIAL_LIMIT
+    ):
         reasons.append(
             f"{call.num_tokens} query tokens of {shape.heads} heads need more than {PARTIAL_LIMIT >> 30} GiB of partial results: "
             "decode fewer at a time"
