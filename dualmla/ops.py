@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from dualmla.backends.base import DecodeCall
+from dualmla.backends.base import DecodeCall, PrefillCall
 from dualmla.config import COMPUTE_DTYPES, check_latent_dims
 from dualmla.metadata import MLAMetadata
-from dualmla.selection import backend_for_decode, backend_for_device
+from dualmla.selection import backend_for_decode, backend_for_device, backend_for_prefill
 from dualmla.validation import (
     cache_dtypes,
     check_cache,
@@ -156,7 +156,7 @@ def mla_prefill(
         check_tensor("out", out, rank=3, dtypes=dtypes, device=device, shape=(tokens, heads, v.shape[2]))
         check_written("out", out)
     lse = torch.empty(heads, tokens, dtype=torch.float32, device=device) if return_lse else None
-    backend_for_device(device, backend).mla_prefill(
+    backend_for_prefill(PrefillCall.of(q, v), backend).mla_prefill(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, causal=causal, out=out, lse=lse
     )
     return out if lse is None else (out, lse)

@@ -12,12 +12,13 @@ import functools
 import itertools
 import logging
 import os
+from collections.abc import Callable
 
 import torch
 
 from dualmla.attention import MLAImpl
 from dualmla.backends.aiter import AiterMLABackend
-from dualmla.backends.base import BackendReport, BackendUnavailable, DecodeCall, MLABackend
+from dualmla.backends.base import BackendReport, BackendUnavailable, DecodeCall, MLABackend, PrefillCall
 from dualmla.backends.reference import ReferenceMLABackend
 from dualmla.backends.triton import TritonMLABackend
 from dualmla.config import MLAConfig
@@ -109,17 +110,16 @@ def backend_for_decode(call: DecodeCall, backend: str | None) -> type[MLABackend
         BackendUnavailable: the forced backend, or every backend, refuses.
         ValueError: an unknown name.
     """
-    requested = _requested(backend)
-    candidates = _candidates(call.device, requested, _flags_off())
-    refusals: list[str] = []
-    for candidate in candidates:
-        reasons = candidate.decode_refusals(call)
-        if not reasons:
-            return candidate
-        refusals += [f"{candidate.name}: {reason}" for reason in reasons] if requested == "auto" else reasons
-        if requested == "auto":
-            _say_delegated(candidate.name, tuple(reasons))
-    raise BackendUnavailable(requested, refusals)
+    return _first_willing("decode", call.device, backend, lambda candidate: candidate.decode_refusals(call))
+
+
+def backend_for_prefill(call: PrefillCall, backend: str | None) -> type[MLABackend]:
+    """The backend of one `mla_prefill`, as `backend_for_decode`.
+
+    Raises:
+        BackendUnavailable, ValueError: as `backend_for_decode`.
+    """
+    return _first_willing("prefill", call.device, backend, lambda candidate: candidate.prefill_refusals(call))
 
 
 def backend_for_device(device: torch.device, backend: str | None) -> type[MLABackend]:
@@ -129,6 +129,21 @@ def backend_for_device(device: torch.device, backend: str | None) -> type[MLABac
         BackendUnavailable, ValueError: as `backend_for_decode`.
     """
     return _candidates(device, _requested(backend), _flags_off())[0]
+
+
+def _first_willing(
+    kind: str, device: torch.device, backend: str | None, refusals_of: Callable[[type[MLABackend]], list[str]]
+) -> type[MLABackend]:
+    requested = _requested(backend)
+    refusals: list[str] = []
+    for candidate in _candidates(device, requested, _flags_off()):
+        reasons = refusals_of(candidate)
+        if not reasons:
+            return candidate
+        refusals += [f"{candidate.name}: {reason}" for reason in reasons] if requested == "auto" else reasons
+        if requested == "auto":
+            _say_delegated(kind, candidate.name, tuple(reasons))
+    raise BackendUnavailable(requested, refusals)
 
 
 def _requested(backend: str | None) -> str:
@@ -195,11 +210,18 @@ def _candidates(device: torch.device, requested: str, flags_off: tuple[str, ...]
 
 
 def _refuses(backend: type[MLABackend]) -> bool:
-    return backend.decode_refusals.__func__ is not MLABackend.decode_refusals.__func__  # type: ignore[attr-defined]
+    return any(
+        getattr(backend, name).__func__ is not getattr(MLABackend, name).__func__ for name in ("decode_refusals", "prefill_refusals")
+    )
 
 
 def _delegating(backend: type[MLABackend], fallback: type[MLABackend]) -> type[MLABackend]:
-    """`backend`, but with an impl that hands the decodes it must refuse to `fallback`."""
+    """`backend`, but with an impl that hands the calls it must refuse to `fallback`."""
+
+    def willing(kind: str, reasons: list[str]) -> type[MLABackend]:
+        if reasons:
+            _say_delegated(kind, backend.name, tuple(reasons))
+        return fallback if reasons else backend
 
     class Delegating(backend):  # type: ignore[valid-type, misc]
         @classmethod
@@ -224,12 +246,30 @@ def _delegating(backend: type[MLABackend], fallback: type[MLABackend]) -> type[M
             call = DecodeCall.of(
                 q, kv_cache, meta, kv_lora_rank=out.shape[2], causal=causal, return_lse=lse is not None, num_kv_splits=num_kv_splits
             )
-            reasons = backend.decode_refusals(call)
-            if reasons:
-                _say_delegated(backend.name, tuple(reasons))
-            chosen = fallback if reasons else backend
+            chosen = willing("decode", backend.decode_refusals(call))
             chosen.mla_decode(
                 q, kv_cache, meta, softmax_scale, causal=causal, out=out, lse=lse, k_scale=k_scale, num_kv_splits=num_kv_splits
+            )
+
+        @classmethod
+        def mla_prefill(
+            cls,
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            cu_seqlens_q: torch.Tensor,
+            cu_seqlens_k: torch.Tensor,
+            max_seqlen_q: int,
+            max_seqlen_k: int,
+            softmax_scale: float,
+            *,
+            causal: bool,
+            out: torch.Tensor,
+            lse: torch.Tensor | None,
+        ) -> None:
+            chosen = willing("prefill", backend.prefill_refusals(PrefillCall.of(q, v)))
+            chosen.mla_prefill(
+                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal=causal, out=out, lse=lse
             )
 
     Delegating.__name__ = Delegating.__qualname__ = backend.__name__
@@ -244,8 +284,8 @@ def _say_chosen(chosen: type[MLABackend], reports: list[BackendReport], device: 
     _log_once(logging.WARNING if expected else logging.INFO, f"using {chosen.get_name()} on {device}{because}")
 
 
-def _say_delegated(name: str, reasons: tuple[str, ...]) -> None:
-    _log_once(logging.WARNING, f"a decode goes to the next backend, {name} refused it: {', '.join(reasons)}")
+def _say_delegated(kind: str, name: str, reasons: tuple[str, ...]) -> None:
+    _log_once(logging.WARNING, f"a {kind} goes to the next backend, {name} refused it: {', '.join(reasons)}")
 
 
 @functools.cache

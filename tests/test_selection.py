@@ -228,7 +228,7 @@ def test_without_aiter_everything_works_and_says_why(run_python: RunPython) -> N
     assert "decode [1.0]" in lines
     assert "imported False attempts []" in lines
     assert any(line.startswith("INFO using TRITON_MLA on cpu; aiter refused: ") for line in lines)
-    assert any(re.match(r"aiter usable False \[['\"]", line) for line in lines)
+    assert any(re.match(r"aiter usable False \[.+\]", line) for line in lines)
     assert any(line.startswith("forced ") and line != "forced 0" for line in lines)
 
 

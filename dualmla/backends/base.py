@@ -111,6 +111,27 @@ class DecodeCall:
         )
 
 
+@dataclass(frozen=True)
+class PrefillCall:
+    """What a backend needs to know of one prefill to refuse it before anything is launched.
+
+    Attributes:
+        device, dtype: of every tensor.
+        num_heads, qk_head_dim, v_head_dim: sizes.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    num_heads: int
+    qk_head_dim: int
+    v_head_dim: int
+
+    @classmethod
+    def of(cls, q: torch.Tensor, v: torch.Tensor) -> PrefillCall:
+        """Described from the arguments of `MLABackend.mla_prefill`."""
+        return cls(q.device, q.dtype, q.shape[1], q.shape[2], v.shape[2])
+
+
 class MLABackend:
     """Base of the backends: hooks with the shared answers, and the signatures to implement."""
 
@@ -155,6 +176,11 @@ class MLABackend:
     @classmethod
     def decode_refusals(cls, call: DecodeCall) -> list[str]:
         """Why this very decode can't be run on a device that `not_supported_reasons` accepts; empty when it can."""
+        return []
+
+    @classmethod
+    def prefill_refusals(cls, call: PrefillCall) -> list[str]:
+        """As `decode_refusals`, for a prefill."""
         return []
 
     @classmethod

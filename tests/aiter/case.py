@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import stand_in
 import torch
 
 from dualmla.backends.aiter import launch
@@ -45,15 +46,15 @@ class Case:
         return torch.full((tokens, heads, 512), float("nan"), dtype=torch.bfloat16), torch.full((heads, tokens), float("nan"))
 
     def decoded(
-        self, mla: Any, *, causal: bool = True, with_lse: bool = False, compute_units: int = 304
+        self, mla: Any, *, causal: bool = True, with_lse: bool = False, compute_units: int = 304, captured: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """out [T, H, 512] and lse [H, T] of our adapter over the stand-in `mla`, as on a gfx942."""
-        aiter = describe(mla, "stand-in")
+        aiter = describe(stand_in.PACKAGE, mla, "stand-in")
         shape = launch_shape(aiter.signature, "gfx942", self.q.shape[1])
         assert shape is not None
         out, lse = self.buffers()
         launch.decode(
             aiter, shape, self.q, self.kv_cache, self.meta, SCALE,
-            causal=causal, out=out, lse=lse if with_lse else None, compute_units=compute_units,
+            causal=causal, out=out, lse=lse if with_lse else None, compute_units=compute_units, captured=captured,
         )  # fmt: skip
         return out, lse

@@ -50,7 +50,7 @@ def main() -> None:
         shape = launch_shape(aiter.signature, "gfx942", case.q.shape[1])
         launch.decode(
             dataclasses.replace(aiter, decode=recorded), shape, case.q, case.kv_cache, case.meta, SCALE,
-            causal=True, out=out, lse=None, compute_units=4,
+            causal=True, out=out, lse=None, compute_units=4, captured=False,
         )  # fmt: skip
         expected = case.reference()[0].double()
         # one bf16 step: Triton's interpreter cuts fp32 to bf16, it does not round
@@ -59,7 +59,12 @@ def main() -> None:
     said = {"reasons": reasons, "results": results}
     if aiter is not None:
         mla = sys.modules["aiter.mla"]
-        said |= {"generation": aiter.signature.generation, "version": aiter.version, "lse": aiter.signature.writes_lse}
+        said |= {
+            "generation": aiter.signature.generation,
+            "version": aiter.version,
+            "lse": aiter.signature.writes_lse,
+            "prefill": aiter.attention is not None,
+        }
         said |= {"schema": str(torch.ops.aiter.mla_decode_stage1_asm_fwd.default._schema), "file": mla.__file__}
         said["cleared"] = aiter.forget_splits is not None and mla.get_meta_param.cache_info().currsize
     print(json.dumps(said))

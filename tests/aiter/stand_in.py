@@ -25,6 +25,7 @@ S5 = S4.replace("max_seqlen_q, ", "max_seqlen_q, page_size=1, nhead_kv=1, ")
 S7 = S5 + ", g_kv_indptr=None, cp_world_size=1, cp_rank=0"
 PARAMETERS = {"S0": S0, "S1": S1, "S2": S2, "S3": S3, "S4": S4, "S5": S5, "S6": S5, "S7": S7, "S8": S7 + ", causal=True"}
 GENERATIONS = tuple(PARAMETERS)
+PACKAGE = types.ModuleType("aiter")
 
 
 def module(generation: str) -> types.ModuleType:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import stand_in
 import torch
 from case import SCALE, UNUSED_PAGE, Case
 
 from dualmla.backends.aiter import launch
+from dualmla.backends.aiter.batch import tell
 from dualmla.backends.aiter.signatures import Aiter, describe
 from dualmla.backends.aiter.support import LaunchShape
 from dualmla_kernels.token_slots import token_slots
@@ -59,6 +62,24 @@ def test_rows_without_keys_or_queries(generation: str, seq_lens: list[int], quer
         agree(out, case.reference()[0])
 
 
+@pytest.mark.parametrize(("query_lens", "padding"), [([1, 1, 1], 0), ([1, 1, 0], 1), ([1, 0, 1], 1), ([0, 0, 0], 3)])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_replayed_graph_meets_other_batches_than_it_was_captured_with(query_lens: list[int], padding: int, page_size: int) -> None:
+    case = Case([9, 70, 33], query_lens, page_size=page_size, padding=padding)
+    expected = case.reference()[0]
+    # the host knows what was captured: three requests of one token
+    case.meta = dataclasses.replace(case.meta, num_tokens=3, max_query_len=1)
+    agree(case.decoded(stand_in.module("S2"), captured=True)[0], expected)
+
+
+def test_a_plain_batch_is_told_as_it_is() -> None:
+    case = Case([9, 70], [1, 1])
+    batch = tell(case.meta, LaunchShape(16, 4), 2, causal=True, captured=False)
+    assert batch.seen is case.meta.seq_lens
+    assert batch.row_of is None
+    assert batch.kv_indices.data_ptr() == case.meta.paged_kv_indices.data_ptr()
+
+
 @pytest.mark.parametrize("query_lens", [[1, 1], [3, 2]])
 def test_without_a_mask_every_row_sees_every_key(query_lens: list[int]) -> None:
     case = Case([9, 70], query_lens)
@@ -69,7 +90,7 @@ def test_without_a_mask_every_row_sees_every_key(query_lens: list[int]) -> None:
 def test_the_lse_that_is_written_comes_back_in_our_layout(generation: str) -> None:
     case = Case([70, 0, 5], [1, 1, 1], heads=8, padding=1)
     mla = stand_in.module(generation)
-    _, lse = case.decoded(mla, with_lse=True, compute_units=4)  # as many as rows: one split would do, and writes no LSE
+    _, lse = case.decoded(mla, with_lse=True, compute_units=3)  # as many as requests: one split would do, and writes no LSE
     torch.testing.assert_close(lse, case.reference()[1], rtol=1e-6, atol=1e-6)
 
 
@@ -89,9 +110,21 @@ def test_outputs_and_queries_of_any_stride() -> None:
     wide[:, ::2, :576] = case.q
     case.q = wide[:, ::2, :576]
     expected = case.reference()[0]
-    aiter = describe(stand_in.module("S2"), "stand-in")
+    aiter = describe(stand_in.PACKAGE, stand_in.module("S2"), "stand-in")
     out = torch.full((512, 4, 2), float("nan"), dtype=torch.bfloat16).permute(2, 1, 0)
-    launch.decode(aiter, LaunchShape(16, 4), case.q, case.kv_cache, case.meta, SCALE, causal=True, out=out, lse=None, compute_units=304)
+    launch.decode(
+        aiter,
+        LaunchShape(16, 4),
+        case.q,
+        case.kv_cache,
+        case.meta,
+        SCALE,
+        causal=True,
+        out=out,
+        lse=None,
+        compute_units=304,
+        captured=False,
+    )
     agree(out, expected)
 
 
@@ -121,11 +154,23 @@ def test_an_lse_that_was_promised_and_is_not_there() -> None:
     case = Case([5], [1])
     mla = stand_in.module("S6")
     run = mla.mla_decode_fwd
-    described = describe(mla, "1.2.3")
-    lossy = Aiter(lambda **given: (run(**given)[0], None), described.signature, "1.2.3", None)
+    described = describe(stand_in.PACKAGE, mla, "1.2.3")
+    lossy = Aiter(lambda **given: (run(**given)[0], None), described.signature, "1.2.3", None, None)
     out, lse = case.buffers()
     with pytest.raises(RuntimeError, match=r"1\.2\.3 returned no LSE"):
-        launch.decode(lossy, LaunchShape(16, 4), case.q, case.kv_cache, case.meta, SCALE, causal=True, out=out, lse=lse, compute_units=304)
+        launch.decode(
+            lossy,
+            LaunchShape(16, 4),
+            case.q,
+            case.kv_cache,
+            case.meta,
+            SCALE,
+            causal=True,
+            out=out,
+            lse=lse,
+            compute_units=304,
+            captured=False,
+        )
 
 
 def test_splits_fill_the_device_within_32_bit_offsets() -> None:

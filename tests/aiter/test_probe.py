@@ -7,17 +7,72 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import stand_in
 import torch
 
-from dualmla import AiterMLABackend, BackendUnavailable, MLAConfig, decode_metadata, explain, select_backend
+from dualmla import AiterMLABackend, BackendUnavailable, MLAConfig, decode_metadata, explain, select_backend, selection
 from dualmla.backends.aiter import probe, trial
+from dualmla.backends.base import PrefillCall
+from dualmla.backends.triton import TritonMLABackend
 
 CFG = MLAConfig(num_heads=16, softmax_scale=0.1)
+Install = Callable[..., Path]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """`install(files, dist)`: the package `aiter` of these sources first on `sys.path`, with a dist-info; returns its folder."""
+
+    def write(files: dict[str, str], dist: str | None = "amd-aiter", version: str = "9.9.9") -> Path:
+        site = tmp_path / "site"
+        for name, text in files.items():
+            path = site / "aiter" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        if dist is not None:
+            info = site / f"{dist.replace('-', '_')}-{version}.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dist}\nVersion: {version}\n")
+        monkeypatch.syspath_prepend(str(site))
+        return site / "aiter"
+
+    return write
+
+
+@pytest.fixture
+def rocm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], torch.device]]:
+    """`rocm(arch)`: from then on the process sees a GPU of that arch under ROCm, and AITER has not been asked about yet."""
+
+    def pretend(arch: str) -> torch.device:
+        properties = SimpleNamespace(gcnArchName=f"{arch}:sramecc+:xnack-", multi_processor_count=304)
+        monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        return torch.device("cuda:0")
+
+    monkeypatch.setattr(probe, "_verdict", None)
+    _forget_choices()
+    yield pretend
+    _forget_choices()
+
+
+def _forget_choices() -> None:
+    for cached in (selection._choose, selection._candidates, selection._log_once):
+        cached.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def no_aiter_left() -> Iterator[None]:
+    """Stand-ins leave with their test."""
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == "aiter"]:
+        del sys.modules[name]
+
+
 WORKS = {"__init__.py": "from . import mla", "mla.py": "import stand_in; globals().update(vars(stand_in.module('S2')))"}
 
 # AITER.md's table "how an import fails", and what a kernel can do
@@ -105,6 +160,26 @@ def test_an_aiter_that_works_is_used(install: Callable[..., Path], rocm: Callabl
     assert select_backend(CFG, device).get_name() == "ROCM_AITER_MLA"
     (reason,) = AiterMLABackend.not_supported_reasons(MLAConfig(num_heads=192, softmax_scale=0.1), device)
     assert "num_heads is 192" in reason
+
+
+def test_calls_that_it_refuses_go_to_the_next_under_auto_alone(
+    install: Install, rocm: Callable[[str], torch.device], caplog: pytest.LogCaptureFixture
+) -> None:
+    install(WORKS)
+    device = rocm("gfx942")
+    call = PrefillCall(device, torch.bfloat16, 16, 192, 128)
+    reason = "AITER 9.9.9 has no flash_attn_varlen_func that takes softmax_scale, causal and return_lse by name"
+    assert selection.backend_for_prefill(call, "auto") is TritonMLABackend
+    assert f"a prefill goes to the next backend, aiter refused it: {reason}" in caplog.messages
+    with pytest.raises(BackendUnavailable, match=reason):
+        selection.backend_for_prefill(call, "aiter")
+    impl = select_backend(CFG, device).get_impl_cls()
+    handed: list[object] = []
+    q, v, cu = torch.zeros(1, 16, 192, device="meta"), torch.zeros(1, 16, 128, device="meta"), torch.zeros(2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TritonMLABackend, "mla_prefill", lambda *given, **rest: handed.append(given))
+        impl.ops.mla_prefill(q, q, v, cu, cu, 1, 1, 0.1, causal=True, out=v, lse=None)
+    assert len(handed) == 1
 
 
 def test_an_import_that_fails_here_alone_is_undone(

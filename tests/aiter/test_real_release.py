@@ -66,6 +66,7 @@ def test_its_source_reads_as_s2(site: Path) -> None:
 def test_it_passes_the_gates_and_its_trial(said: dict[str, Any], site: Path) -> None:
     assert said["reasons"] == []
     assert (said["generation"], said["version"], said["lse"]) == ("S2", RELEASE, False)
+    assert said["prefill"]  # its flash_attn_varlen_func takes what we pass
     assert Path(said["file"]) == site / "aiter" / "mla.py"
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import types
 
 import pytest
 import stand_in
+import test_prefill
 
 from dualmla.backends.aiter.signatures import GENERATIONS, UnknownSignature, describe, read_signature
 
@@ -18,7 +20,7 @@ def parameters(text: str) -> list[inspect.Parameter]:
 
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_each_generation_is_told_by_its_parameters(generation: str) -> None:
-    signature = describe(stand_in.module(generation), "any").signature
+    signature = describe(stand_in.PACKAGE, stand_in.module(generation), "any").signature
     assert signature.generation == generation
     assert signature.writes_lse == (generation >= "S6")
     assert signature.honours_split_indptr == (generation >= "S3")
@@ -41,3 +43,11 @@ def test_a_backport_counts_by_what_it_takes() -> None:
 def test_an_unknown_signature_is_refused_with_what_differs(text: str, complaint: str) -> None:
     with pytest.raises(UnknownSignature, match=complaint):
         read_signature(parameters(text), writes_lse=False)
+
+
+def test_a_prefill_that_does_not_take_our_names_is_none() -> None:
+    package = types.ModuleType("aiter")
+    package.flash_attn_varlen_func = test_prefill.flash_attn_varlen_func  # type: ignore[attr-defined]
+    assert describe(package, stand_in.module("S2"), "any").attention is test_prefill.flash_attn_varlen_func
+    package.flash_attn_varlen_func = lambda q, k, v, softmax_scale: None  # type: ignore[attr-defined]
+    assert describe(package, stand_in.module("S2"), "any").attention is None

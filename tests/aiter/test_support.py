@@ -19,8 +19,9 @@ from dualmla.backends.aiter.support import (
     call_refusals,
     config_refusals,
     launch_shape,
+    prefill_refusals,
 )
-from dualmla.backends.base import DecodeCall
+from dualmla.backends.base import DecodeCall, PrefillCall
 
 CALL = DecodeCall(
     device=torch.device("cuda:0"),
@@ -42,7 +43,7 @@ CALL = DecodeCall(
 
 
 def refusals(generation: str = "S2", arch: str = "gfx942", **changed: Any) -> list[str]:
-    return call_refusals(dataclasses.replace(CALL, **changed), describe(stand_in.module(generation), "").signature, arch)
+    return call_refusals(dataclasses.replace(CALL, **changed), describe(stand_in.PACKAGE, stand_in.module(generation), "").signature, arch)
 
 
 @pytest.mark.parametrize("generation", stand_in.GENERATIONS)
@@ -104,14 +105,25 @@ def test_the_table_leaves_no_generation_or_arch_out() -> None:
     ],
 )
 def test_the_smallest_kernel_that_holds_the_heads(generation: str, arch: str, heads: int, shape: LaunchShape) -> None:
-    assert launch_shape(describe(stand_in.module(generation), "").signature, arch, heads) == shape
+    assert launch_shape(describe(stand_in.PACKAGE, stand_in.module(generation), "").signature, arch, heads) == shape
 
 
 def test_what_a_config_is_refused_for() -> None:
-    signature = describe(stand_in.module("S2"), "").signature
+    signature = describe(stand_in.PACKAGE, stand_in.module("S2"), "").signature
     assert config_refusals(MLAConfig(num_heads=128, softmax_scale=0.1), signature, "gfx942") == []
     cfg = MLAConfig(num_heads=256, softmax_scale=0.1, v_head_dim=192, kv_cache_dtype=torch.float8_e4m3fn)
     dims, dtype, heads = config_refusals(cfg, signature, "gfx950")
     assert "512, 64, 192, 192; AITER has 512, 64, 192, 128 alone" in dims
     assert "float8_e4m3fn" in dtype
     assert "num_heads is 256" in heads
+
+
+def test_what_a_prefill_is_refused_for() -> None:
+    aiter = describe(stand_in.PACKAGE, stand_in.module("S2"), "1.2.3")
+    able = dataclasses.replace(aiter, attention=print)
+    call = PrefillCall(torch.device("cuda:0"), torch.bfloat16, 16, 192, 128)
+    assert prefill_refusals(call, able) == []
+    assert "AITER 1.2.3 has no flash_attn_varlen_func" in prefill_refusals(call, aiter)[0]
+    (sizes, dtype) = prefill_refusals(dataclasses.replace(call, dtype=torch.float16, v_head_dim=192), able)
+    assert "qk_head_dim and v_head_dim are 192 and 192; AITER's prefill has 192 and 128 alone" in sizes
+    assert "float16; AITER computes in bfloat16 alone" in dtype

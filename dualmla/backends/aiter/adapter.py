@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from dualmla.attention import MLAImpl
-from dualmla.backends.aiter import launch, probe, support
-from dualmla.backends.base import BackendUnavailable, DecodeCall, MLABackend
+from dualmla.backends.aiter import launch, prefill, probe, support
+from dualmla.backends.base import BackendUnavailable, DecodeCall, MLABackend, PrefillCall
 from dualmla.config import MLAConfig
 from dualmla.metadata import MLAMetadata
 
@@ -50,6 +50,14 @@ class AiterMLABackend(MLABackend):
         return support.call_refusals(call, verdict.aiter.signature, probe.device_arch(call.device))
 
     @classmethod
+    def prefill_refusals(cls, call: PrefillCall) -> list[str]:
+        """As `MLABackend.prefill_refusals`."""
+        if refusal := probe.device_refusal(call.device):
+            return [refusal]
+        verdict = probe.verdict(call.device)
+        return [verdict.reason] if verdict.aiter is None else support.prefill_refusals(call, verdict.aiter)
+
+    @classmethod
     def mla_decode(
         cls,
         q: torch.Tensor,
@@ -78,7 +86,10 @@ class AiterMLABackend(MLABackend):
         shape = support.launch_shape(aiter.signature, probe.device_arch(q.device), call.num_heads)
         assert shape is not None  # likewise
         units = torch.cuda.get_device_properties(q.device).multi_processor_count
-        launch.decode(aiter, shape, q, kv_cache, meta, softmax_scale, causal=causal, out=out, lse=lse, compute_units=units)
+        launch.decode(
+            aiter, shape, q, kv_cache, meta, softmax_scale,
+            causal=causal, out=out, lse=lse, compute_units=units, captured=torch.cuda.is_current_stream_capturing(),
+        )  # fmt: skip
 
     @classmethod
     def concat_and_cache_mla(
@@ -88,6 +99,69 @@ class AiterMLABackend(MLABackend):
         from dualmla_kernels.kv_cache import concat_and_cache_mla
 
         concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, k_scale=k_scale)
+
+    @classmethod
+    def mla_prefill(
+        cls,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float,
+        *,
+        causal: bool,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """As `MLABackend.mla_prefill`, by AITER's `flash_attn_varlen_func`.
+
+        Raises:
+            BackendUnavailable: AITER must not be asked for this call; nothing was launched.
+        """
+        if reasons := cls.prefill_refusals(PrefillCall.of(q, v)):
+            raise BackendUnavailable(cls.name, reasons)
+        aiter = probe.verdict(q.device).aiter
+        assert aiter is not None and aiter.attention is not None  # noqa: PT018 - reasons above
+        with torch.cuda.device(q.device):
+            prefill.prefill(
+                aiter.attention, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale,
+                causal=causal, out=out, lse=lse,
+            )  # fmt: skip
+
+    @classmethod
+    def gather_kv_cache(
+        cls,
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        seq_starts: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        k_scale: float | torch.Tensor,
+    ) -> None:
+        """As `MLABackend.gather_kv_cache`, with the kernel that all GPU backends share."""
+        from dualmla_kernels.kv_cache import gather_kv_cache
+
+        gather_kv_cache(kv_cache, block_table, cu_seqlens, seq_starts, out, k_scale=k_scale)
+
+    @classmethod
+    def merge_attn_states(
+        cls,
+        out_a: torch.Tensor,
+        lse_a: torch.Tensor,
+        out_b: torch.Tensor,
+        lse_b: torch.Tensor,
+        *,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """As `MLABackend.merge_attn_states`, with the kernel that all GPU backends share."""
+        from dualmla_kernels.merge_states import merge_attn_states
+
+        merge_attn_states(out_a, lse_a, out_b, lse_b, out=out, lse=lse)
 
 
 class AiterMLAImpl(MLAImpl):

@@ -84,9 +84,10 @@ def find_aiter() -> Installed | str:
             f"the package `aiter` in {package.parent} is not AITER, it has neither mla.py nor jit (PyPI's `aiter` is an unrelated "
             f"asyncio library): remove it and {HOW_TO_INSTALL}"
         )
-    for distribution in ("amd-aiter", "aiter"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return Installed(package, importlib.metadata.version(distribution))
+    for path in ([str(package.parent)], sys.path):  # beside the package first: there may be another one
+        for name in ("amd-aiter", "aiter"):
+            for distribution in importlib.metadata.distributions(name=name, path=path):
+                return Installed(package, distribution.version)
     return Installed(package, "unknown")
 
 
@@ -116,7 +117,7 @@ def _find_out(device: torch.device) -> Verdict:
         return Verdict(None, f"{called} {failure}")
     try:
         with undone_on_failure(installed.package):
-            return Verdict(describe(importlib.import_module("aiter.mla"), installed.version))
+            return Verdict(describe(importlib.import_module("aiter"), importlib.import_module("aiter.mla"), installed.version))
     except UnknownSignature as error:
         return Verdict(None, f"{called} can't be used: {error}")
     except KeyboardInterrupt:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from dualmla.backends.aiter.prefill import PASSED as PREFILL_PASSED
+
 # What each generation added, oldest first. S6 added no parameter: there the LSE is really written.
 MARKERS = (
     ("S1", "max_seqlen_q"),  # 2025-04; before it one query token a request, and no qo_indptr
@@ -62,12 +64,14 @@ class Aiter:
         signature: what `decode` takes.
         version: of the distribution, for messages alone.
         forget_splits: empties the cache that holds the split indptr of the last call; None where there is none.
+        attention: `aiter.flash_attn_varlen_func`; None where there is none that takes what we pass.
     """
 
     decode: Callable[..., Any]
     signature: Signature
     version: str
     forget_splits: Callable[[], None] | None
+    attention: Callable[..., Any] | None
 
 
 def read_signature(parameters: Iterable[inspect.Parameter], *, writes_lse: bool) -> Signature:
@@ -102,8 +106,8 @@ def read_signature(parameters: Iterable[inspect.Parameter], *, writes_lse: bool)
     return Signature(generation, names, writes_lse and "return_lse" in names)
 
 
-def describe(mla: ModuleType, version: str) -> Aiter:
-    """The imported module `aiter.mla` as the adapter uses it.
+def describe(package: ModuleType, mla: ModuleType, version: str) -> Aiter:
+    """The imported modules `aiter` and `aiter.mla` as the adapter uses them.
 
     Raises:
         UnknownSignature: as `read_signature`.
@@ -113,4 +117,7 @@ def describe(mla: ModuleType, version: str) -> Aiter:
         inspect.signature(mla.mla_decode_fwd).parameters.values(), writes_lse="Final_lse" in getattr(second_stage, "arg_names", ())
     )
     forget = getattr(getattr(mla, "get_meta_param", None), "cache_clear", None)
-    return Aiter(mla.mla_decode_fwd, signature, version, forget)
+    attention = getattr(package, "flash_attn_varlen_func", None)
+    if attention is not None and not set(PREFILL_PASSED) <= set(inspect.signature(attention).parameters):
+        attention = None
+    return Aiter(mla.mla_decode_fwd, signature, version, forget, attention)

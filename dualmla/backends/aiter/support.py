@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from dualmla.backends.aiter.signatures import Signature
-from dualmla.backends.base import DecodeCall
+from dualmla.backends.aiter.signatures import Aiter, Signature
+from dualmla.backends.base import DecodeCall, PrefillCall
 from dualmla.config import FLOAT8_DTYPES, MLAConfig
 
 ARCHS = ("gfx942", "gfx950")
@@ -101,11 +101,26 @@ def call_refusals(call: DecodeCall, signature: Signature, arch: str) -> list[str
     if call.fixed_splits:
         reasons.append("num_kv_splits is fixed; AITER does not promise a row the same bits alone and in a batch, the triton backend does")
     shape = launch_shape(signature, arch, call.num_heads)
-    if shape is not None and partial_bytes(call.num_tokens, shape.heads, splits=2 if call.return_lse else 1) > PARTIAL_LIMIT:
+    if (
+        shape is not None
+        and partial_bytes(max(call.num_tokens, call.batch_size), shape.heads, splits=2 if call.return_lse else 1) > PARTIAL_LIMIT
+    ):
         reasons.append(
             f"{call.num_tokens} query tokens of {shape.heads} heads need more than {PARTIAL_LIMIT >> 30} GiB of partial results: "
             "decode fewer at a time"
         )
+    return reasons
+
+
+def prefill_refusals(call: PrefillCall, aiter: Aiter) -> list[str]:
+    """Why this prefill can't be done; empty where it can."""
+    reasons = []
+    if aiter.attention is None:
+        reasons.append(f"AITER {aiter.version} has no flash_attn_varlen_func that takes softmax_scale, causal and return_lse by name")
+    if (call.qk_head_dim, call.v_head_dim) != (192, 128):
+        reasons.append(f"qk_head_dim and v_head_dim are {call.qk_head_dim} and {call.v_head_dim}; AITER's prefill has 192 and 128 alone")
+    if call.dtype != torch.bfloat16:
+        reasons.append(f"queries are {_short(call.dtype)}; AITER computes in bfloat16 alone")
     return reasons
 
 
