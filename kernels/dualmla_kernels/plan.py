@@ -235,9 +235,7 @@ def plan_block(
         request = tl.arange(0, PARTS)[:, None] * each + nth[None, :]
         tiles = _tiles(seq_lens_ptr, request, live, num_reqs, TILE)
         load += tl.sum(tl.where((nth < each)[None, :] & (tiles > 0), tiles + OVERHEAD, 0), 1)
-    best = payload
-    if even:
-        best = largest
+    best = tl.where(even, largest, payload)
     whole = tl.max(load, 0) <= best + OVERHEAD + SPLIT_COST
 
     mine = block * BLOCK + tl.arange(0, BLOCK)  # pieces, and programs of the decode
@@ -255,20 +253,14 @@ def plan_block(
         first_cut = (start + MIN_PIECE + payload - 1) // payload
         count = tl.maximum((start + tiles - MIN_PIECE) // payload - first_cut + 1, 0) + 1
         first, step = first_cut * payload - start, tl.zeros([CHUNK], tl.int32) + payload
-        if even:
-            first = _even_size(tiles, spare, total)
-            step = first
-            count = (tiles + first - 1) // tl.maximum(first, 1)
-        if whole:
-            count = tl.full([CHUNK], 1, tl.int32)
+        # selected and not branched to: with tensors out of a branch Triton 3.6 does not compile this for AMD
+        size = _even_size(tiles, spare, total)
+        first, step = tl.where(even, size, first), tl.where(even, size, step)
+        count = tl.where(whole, 1, tl.where(even, (tiles + size - 1) // tl.maximum(size, 1), count))
         count = tl.where(exists, count, 0)
         begin = all_pieces + tl.cumsum(count, 0) - count
         all_pieces += tl.sum(count, 0)
-        owner = tl.minimum(first_cut - 1, parts - 1)
-        if even:
-            owner = begin
-        if whole:
-            owner = r // each
+        owner = tl.where(whole, r // each, tl.where(even, begin, tl.minimum(first_cut - 1, parts - 1)))
         slots = tl.where(count > 1, count, 0)
         first_slot = all_slots + tl.cumsum(slots, 0) - slots
         all_slots += tl.sum(slots, 0)
