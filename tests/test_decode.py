@@ -217,7 +217,6 @@ def cases(draw: st.DrawFn) -> DecodeCase:
 @settings(max_examples=60)
 @given(case=cases())
 def test_any_shape(case: DecodeCase, device: torch.device) -> None:
-
     if case.kv_cache_dtype is not None and not takes_float8(device, case.kv_cache_dtype):
         case = dataclasses.replace(case, kv_cache_dtype=None, k_scale=None)
     inputs = make_decode_inputs(case, device)
