@@ -255,11 +255,12 @@ class MLAImpl:
         if meta.block_table.shape[1] and self._absorbs(plan):
             self._absorbed(q, kv_cache, meta, k_scale, output)
             return
-        keys = slice(meta.num_tokens) if plan.key_rows is None else plan.key_rows
+        # the metadata may know no more than upper bounds, the plan has read the lengths
+        keys = slice(sum(plan.query_lens)) if plan.key_rows is None else plan.key_rows
         k, v = self._up_project(kv_c[keys], k_pe[keys])
         out = output.view(-1, cfg.num_heads, cfg.v_head_dim)
         lse = torch.empty(cfg.num_heads, q.shape[0], dtype=torch.float32, device=q.device) if plan.chunks else None
-        longest = meta.max_query_len
+        longest = max(plan.query_lens)
         self.ops.mla_prefill(q, k, v, meta.qo_indptr, plan.cu_seqlens_k, longest, longest, cfg.softmax_scale, causal=True, out=out, lse=lse)
         if lse is None:
             return
