@@ -3,6 +3,7 @@
 Importing this package needs torch alone, touches no device and reads no environment variable.
 """
 
+from dualmla import library  # noqa: F401 - defines torch.ops.dualmla
 from dualmla.advance import advance_step
 from dualmla.backends.aiter import AiterMLABackend, AiterMLAImpl
 from dualmla.backends.base import BackendReport, BackendUnavailable, MLABackend

@@ -18,17 +18,23 @@ workspace, and the parts are merged by their LSE (`dualmla.context`).
 
 from __future__ import annotations
 
+import itertools
 from typing import ClassVar, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 
 from dualmla.config import FLOAT8_DTYPES, MLAConfig
 from dualmla.context import PrefillPlan, prefill_plan
 from dualmla.metadata import MLAMetadata
-from dualmla.validation import check_cache, check_k_scale, check_meta, check_tensor, check_written
+from dualmla.validation import check_cache, check_k_scale, check_meta, check_tensor, check_written, scale_arguments
 
 WORKSPACE_BYTES = 512 * 2**20
 """What the up-projected context of all heads takes at most where `context_workspace_tokens` is left to us."""
+
+
+_numbers = itertools.count()
+_numbered: WeakValueDictionary[int, MLAImpl] = WeakValueDictionary()
 
 
 class AttentionOps(Protocol):
@@ -145,6 +151,14 @@ class MLAImpl:
         self.w_uk = w_uk
         self.w_uv = w_uv
         self.context_workspace_tokens = context_workspace_tokens
+        self.handle = next(_numbers)
+        """This layer for an operator of a compiled graph."""
+        _numbered[self.handle] = self
+
+    @staticmethod
+    def of_handle(handle: int) -> MLAImpl:
+        """The layer whose `handle` it is; KeyError when it is gone."""
+        return _numbered[handle]
 
     def forward(
         self,
@@ -174,6 +188,11 @@ class MLAImpl:
         Raises:
             ValueError, TypeError: naming the argument; nothing is written then.
         """
+        if torch.compiler.is_compiling():
+            if output is None:
+                output = q.new_empty(q.shape[0], self.cfg.num_heads * self.cfg.v_head_dim)
+            torch.ops.dualmla.mla_forward(q, kv_c, k_pe, kv_cache, output, self.handle, meta.handle, *scale_arguments(k_scale))
+            return output
         cfg, device = self.cfg, self.w_uk.device
         check_tensor("q", q, rank=3, dtypes=(cfg.dtype,), device=device, shape=(None, cfg.num_heads, cfg.qk_head_dim))
         tokens = q.shape[0]
@@ -236,11 +255,12 @@ class MLAImpl:
         if meta.block_table.shape[1] and self._absorbs(plan):
             self._absorbed(q, kv_cache, meta, k_scale, output)
             return
-        keys = slice(meta.num_tokens) if plan.key_rows is None else plan.key_rows
+        # the metadata may know no more than upper bounds, the plan has read the lengths
+        keys = slice(sum(plan.query_lens)) if plan.key_rows is None else plan.key_rows
         k, v = self._up_project(kv_c[keys], k_pe[keys])
         out = output.view(-1, cfg.num_heads, cfg.v_head_dim)
         lse = torch.empty(cfg.num_heads, q.shape[0], dtype=torch.float32, device=q.device) if plan.chunks else None
-        longest = meta.max_query_len
+        longest = max(plan.query_lens)
         self.ops.mla_prefill(q, k, v, meta.qo_indptr, plan.cu_seqlens_k, longest, longest, cfg.softmax_scale, causal=True, out=out, lse=lse)
         if lse is None:
             return

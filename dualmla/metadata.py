@@ -7,9 +7,11 @@ views (`decode_metadata`, `prefill_metadata`) whose indptr start at 0.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -45,6 +47,10 @@ class _Lease:
     def check(self) -> None:
         if self.expired:
             raise RuntimeError("this metadata is stale: its builder has built another batch into the same buffers since")
+
+
+_numbers = itertools.count()
+_numbered: WeakValueDictionary[int, MLAMetadata] = WeakValueDictionary()
 
 
 @dataclass(eq=False)
@@ -102,6 +108,17 @@ class MLAMetadata:
     @property
     def device(self) -> torch.device:
         return self.seq_lens.device
+
+    def __post_init__(self) -> None:
+        number = next(_numbers)
+        _numbered[number] = self
+        self.handle = torch.tensor(number, device="cpu")
+        """This metadata for an operator of a compiled graph, int64 []: in a tensor, so that a new batch is no new graph."""
+
+    @staticmethod
+    def of_handle(handle: torch.Tensor) -> MLAMetadata:
+        """The metadata whose `handle` it is; KeyError when it is gone."""
+        return _numbered[int(handle)]
 
     def check_current(self) -> None:
         """Raise RuntimeError when the builder that owns these buffers has built again."""
