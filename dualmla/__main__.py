@@ -1,5 +1,0 @@
-"""`python -m dualmla` is the command `dualmla`."""
-
-from dualmla.cli import main
-
-main()
