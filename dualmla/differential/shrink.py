@@ -19,7 +19,7 @@ class Shrunk:
     tried: int
 
 
-def shrink(problem: Problem, verdict: Verdict, judge: Callable[[Problem], Verdict], *, seconds: float = 20.0, most: int = 300) -> Shrunk:
+def shrink(problem: Problem, verdict: Verdict, judge: Callable[[Problem], Verdict], *, seconds: float = 20.0, most: int = 1000) -> Shrunk:
     """Take the first simpler problem that fails in the same kind, again and again, until none does.
 
     Arguments:

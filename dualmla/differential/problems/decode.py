@@ -99,11 +99,13 @@ class DecodeProblem(Problem):
             {"strided": False},
             {"first_page": 0},
             {"num_kv_splits": None},
-            {"num_kv_splits": 2},
+            {"num_kv_splits": min(case.num_kv_splits or 1, 2)},
             {"page_size": 1},
             {"page_size": max(case.page_size // 2, 1)},
             {"k_scale": None},
         ):
+            if case.num_kv_splits is None and "num_kv_splits" in simple:
+                continue
             if any(getattr(case, name) != value for name, value in simple.items()):
                 yield self._with(**simple)
         yield from self._plainer_numbers()

@@ -1,0 +1,5 @@
+"""`python -m dualmla` is the command `dualmla`."""
+
+from dualmla.cli import main
+
+main()
