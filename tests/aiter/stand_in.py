@@ -1,8 +1,8 @@
 """A stand-in for AITER's `mla_decode_fwd`, one a generation: the real parameters in the real order, the real behaviour, float64 numbers.
 
-It keeps what AITER does and does not do: the first stage of one token puts request b into row b whatever `qo_indptr` says, rows without keys
-become NaN, rows of padding are left alone, the tail multiplies cache row 0 by zero, an empty batch divides by zero, memory that
-is not written is NaN, and the scale has its own default. What AITER takes on trust is asserted here.
+It keeps what AITER does and does not do: the first stage of one token puts request b into row b whatever `qo_indptr` says, rows
+without keys become NaN, rows of padding are left alone, the tail multiplies cache row 0 by zero, an empty batch divides by zero,
+memory that is not written is NaN, and the scale has its own default. What AITER takes on trust is asserted here.
 """
 
 from __future__ import annotations
