@@ -260,7 +260,7 @@ def test_aiter_turned_off_is_never_imported(run_python: RunPython, tmp_path: Any
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A registry of one's own, and nothing said yet."""
-    caches = (selection._choose, selection._candidates, selection._log_once, selection._warn_of_unknown_variables)
+    caches = (selection._choose, selection._candidates, selection.log_once, selection._warn_of_unknown_variables)
     monkeypatch.setattr(selection, "_registry", dict(selection._registry))
     monkeypatch.setattr(selection, "_preference", list(selection._preference))
     for cache in caches:

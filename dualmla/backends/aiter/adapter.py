@@ -15,6 +15,7 @@ class AiterMLABackend(MLABackend):
     """AITER's `mla_decode_fwd` on gfx942 and gfx950, for the shapes its release does right."""
 
     name = "aiter"
+    may_raise = True
 
     @staticmethod
     def get_name() -> str:
