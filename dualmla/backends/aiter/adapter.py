@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+
 import torch
 
 from dualmla.attention import MLAImpl
-from dualmla.backends.aiter import launch, prefill, probe, support
+from dualmla.backends.aiter import certificate, launch, prefill, probe, support
 from dualmla.backends.base import BackendUnavailable, DecodeCall, MLABackend, PrefillCall
 from dualmla.config import MLAConfig
 from dualmla.metadata import MLAMetadata
+
+logger = logging.getLogger("dualmla")
 
 
 class AiterMLABackend(MLABackend):
@@ -57,6 +62,17 @@ class AiterMLABackend(MLABackend):
             return [refusal]
         verdict = probe.verdict(call.device)
         return [verdict.reason] if verdict.aiter is None else support.prefill_refusals(call, verdict.aiter)
+
+    @classmethod
+    def doubts(cls, call: DecodeCall | PrefillCall) -> list[str]:
+        """As `MLABackend.doubts`: what the certificate of this machine says, if there is one."""
+        verdict = probe.verdict(call.device)
+        assert verdict.aiter is not None  # refused otherwise
+        found = certificate.in_force(certificate.Machine.here(verdict.aiter, probe.device_arch(call.device)))
+        doubts = certificate.doubts(call, found)
+        if isinstance(found, str) and not doubts:
+            _say_uncertified(found)
+        return doubts
 
     @classmethod
     def mla_decode(
@@ -169,3 +185,8 @@ class AiterMLAImpl(MLAImpl):
     """The shared forward over AITER's decode."""
 
     ops = AiterMLABackend
+
+
+@functools.cache
+def _say_uncertified(why: str) -> None:
+    logger.warning("AITER is used as far as the support table goes, uncertified: %s", why)
