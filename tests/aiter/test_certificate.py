@@ -105,8 +105,7 @@ def test_the_backend_asks_the_certificate_of_its_machine(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     aiter = describe(stand_in.PACKAGE, stand_in.module("S2"), HERE.release)
-    monkeypatch.setattr(probe, "verdict", lambda device: probe.Verdict(aiter))
-    monkeypatch.setattr(probe, "device_arch", lambda device: HERE.arch)
+    monkeypatch.setattr(probe, "usable", lambda device: probe.Usable(aiter, HERE.arch))
     for _ in range(2):
         assert AiterMLABackend.doubts(CALL) == []
     assert [message for message in caplog.messages if str(path) in message] == [

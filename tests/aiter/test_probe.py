@@ -61,7 +61,7 @@ def rocm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], torch.devi
 
 
 def _forget_choices() -> None:
-    for cached in (selection._choose, selection._candidates, selection.log_once):
+    for cached in (selection._choose, selection._candidates, selection.log_once, probe.device_arch):
         cached.cache_clear()
 
 
@@ -154,9 +154,9 @@ def test_an_aiter_that_works_is_used(install: Callable[..., Path], rocm: Callabl
     device = rocm("gfx942")
     assert AiterMLABackend.not_supported_reasons(CFG, device) == []
     assert AiterMLABackend.expected_on(device)
-    found = probe.verdict(device).aiter
-    assert found is not None
-    assert (found.signature.generation, found.version) == ("S2", "9.9.9")
+    found = probe.usable(device)
+    assert isinstance(found, probe.Usable)
+    assert (found.aiter.signature.generation, found.aiter.version, found.arch) == ("S2", "9.9.9", "gfx942")
     assert select_backend(CFG, device).get_name() == "ROCM_AITER_MLA"
     (reason,) = AiterMLABackend.not_supported_reasons(MLAConfig(num_heads=192, softmax_scale=0.1), device)
     assert "num_heads is 192" in reason
