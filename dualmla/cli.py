@@ -10,7 +10,11 @@ import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from dualmla.backends.base import BackendReport
+    from dualmla.differential.check import Plan, Report
+    from dualmla.differential.grids import Draw
 
 app = typer.Typer(
     help="One MLA backend interface, two implementations: see which runs here, and whether it is right.",
@@ -77,49 +81,95 @@ def info(json: Annotated[bool, typer.Option("--json", help="For machines.")] = F
         _print_backend(console, report)
 
 
+Load = Annotated[
+    list[Path] | None,
+    typer.Option(metavar="FILE.py", exists=True, dir_okay=False, help="Run first; may register a backend. Can be repeated."),
+]
+
+
 @app.command()
 def check(
     backend: Backend = None,
     against: Annotated[str, typer.Option(metavar="NAME", help="A second backend; float64 judges both.")] = "reference",
-    grid: Annotated[str, typer.Option(metavar="NAME", help="The cases: quick.")] = "quick",
+    grid: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="quick, aiter, flashmla or vllm; quick unless --cases or --time ask for random cases."),
+    ] = None,
+    cases: Annotated[int | None, typer.Option(min=1, metavar="N", help="So many random cases.")] = None,
+    seed: Annotated[int, typer.Option(metavar="S", help="Of the random cases.")] = 0,
+    time: Annotated[float | None, typer.Option(min=0, metavar="SECONDS", help="Begin no case after that; random ones until then.")] = None,
     device: Device = None,
-    load: Annotated[list[Path] | None, typer.Option(metavar="FILE.py", exists=True, help="Run first; may register a backend.")] = None,
+    load: Load = None,
+    save_failures: Annotated[Path | None, typer.Option(metavar="DIR", help="Write a repro of each kind of failure there.")] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the whole report there.")] = None,
+    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="The same as JUnit XML.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="The same as one page for a browser.")] = None,
 ) -> None:
-    """Hold a backend against float64, and against another one, over a grid of cases. Exit status: 0 agree, 1 disagree, 2 could not run."""
-    import torch
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    """Hold a backend against float64, and against another one, case by case.
 
-    from dualmla.differential.check import run_check
-    from dualmla.differential.decode import DecodeProblem
-    from dualmla.differential.report import print_report, to_json
-    from dualmla.differential.verdict import Verdict
-    from dualmla.differential.worker import WorkerFailed
-    from dualmla.testing import QUICK_GRID
+    A wrong result is named by the contract it breaks and shrunk to a small case. Exit status: 0 agree, 1 disagree, 2 could not run.
+    """
+    import itertools
 
-    if grid != "quick":
-        _fail(f"--grid must be quick, got {grid!r}")
-    cases = [DecodeProblem.draw(case) for case in QUICK_GRID]
-    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    backends = [backend] if against == "reference" else [backend, against]
+    from dualmla.differential.check import Plan
+    from dualmla.differential.files import to_html, to_json, to_junit
+    from dualmla.differential.grids import GRIDS, random_problems
+    from dualmla.differential.report import print_report
+
+    if grid is not None and grid not in GRIDS:
+        _fail(f"--grid must be one of {', '.join(GRIDS)}, got {grid!r}")
+    asked_random = cases is not None or (time is not None and grid is None)
+    draws = GRIDS[grid or "quick"]() if grid or not asked_random else []
+    title = f"grid {grid or 'quick'}" if draws else ""
+    total: int | None = len(draws)
+    if asked_random:
+        total = None if cases is None else len(draws) + cases
+        title = " and ".join(filter(None, (title, f"{'' if cases is None else f'{cases} '}random cases of seed {seed}")))
+    problems = itertools.chain(draws, itertools.islice(random_problems(seed), cases)) if asked_random else draws
+    plan = Plan(
+        backends=[backend] if against == "reference" else [backend, against],
+        device=device or _default_device(),
+        title=title,
+        load=tuple(load or ()),
+        seconds=time,
+        save=save_failures,
+    )
     console = _console()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("checking", total=len(cases))
-        wrong = 0
-
-        def on_row(row: tuple[Verdict, ...]) -> None:
-            nonlocal wrong
-            wrong += any(verdict.status == "fail" for verdict in row)
-            progress.update(task, advance=1, description=f"checking, [red]{wrong} wrong[/]" if wrong else "checking")
-
-        try:
-            report = run_check(cases, backends, grid=grid, device=place, load=tuple(load or ()), on_row=on_row)
-        except WorkerFailed as error:
-            _fail(str(error))
+    report = _run_check(console, problems, plan, total)
     print_report(console, report)
-    if json:
-        json.write_text(to_json(report))
+    for path, convert in ((json, to_json), (junit, to_junit), (html, to_html)):
+        if path is not None:
+            try:
+                path.write_text(convert(report))
+            except (ImportError, OSError) as error:
+                _fail(str(error))
+            console.print(f"wrote {path}", style="dim", highlight=False)
+    raise typer.Exit(DISAGREE if report.failed else AGREE if report.ran else COULD_NOT_RUN)
+
+
+@app.command()
+def replay(
+    file: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="A repro: its .safetensors or its .json.")],
+    backend: Annotated[str | None, typer.Option(metavar="NAME", help="Run it there; else on the backend that failed.")] = None,
+    device: Device = None,
+    load: Load = None,
+) -> None:
+    """Run a repro that `check --save-failures` or shadow mode wrote. Exit status as of check."""
+    from dualmla.differential import repro
+    from dualmla.differential.check import Plan
+    from dualmla.differential.report import print_report
+
+    try:
+        saved = repro.load(file)
+    except (ImportError, OSError, ValueError) as error:
+        _fail(str(error))
+    console = _console()
+    console.print(f"{saved.problem.operation} {saved.problem.title}", style="bold", markup=False, highlight=False)
+    for finding in saved.findings:
+        console.print(f"{saved.backend} then, {finding['contract']}: {finding['sentence']}", style="dim", markup=False, highlight=False)
+    plan = Plan([backend or saved.backend], device or _default_device(), f"replay of {file}", tuple(load or ()), shrink_seconds=0)
+    report = _run_check(console, [lambda: saved.problem], plan, 1)
+    print_report(console, report)
     raise typer.Exit(DISAGREE if report.failed else AGREE if report.ran else COULD_NOT_RUN)
 
 
@@ -139,6 +189,35 @@ def demo(
     except (ImportError, ValueError, dualmla.BackendUnavailable) as error:
         _fail(str(error))
     raise typer.Exit(AGREE if agrees else DISAGREE)
+
+
+def _run_check(console: Console, problems: Iterable[Draw], plan: Plan, total: int | None) -> Report:
+    """`run_check` behind a progress bar."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    from dualmla.differential.check import Row, run_check
+    from dualmla.differential.worker import WorkerFailed
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("checking", total=total)
+        wrong = 0
+
+        def on_row(row: Row) -> None:
+            nonlocal wrong
+            wrong += any(verdict.status == "fail" for verdict in row)
+            progress.update(task, advance=1, description=f"checking, [red]{wrong} wrong[/]" if wrong else "checking")
+
+        try:
+            return run_check(problems, plan, on_row)
+        except (WorkerFailed, ImportError, OSError) as error:
+            _fail(str(error))
+
+
+def _default_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _console() -> Console:

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import logging
 import os
@@ -93,13 +94,19 @@ def select_backend(cfg: MLAConfig, device: torch.device | str | None = None, bac
 
     Returns:
         The backend class, bound to its policy: under auto, its impl hands a call that the backend must refuse to the
-        next one; a forced one raises.
+        next one; a forced one raises. With `DUALMLA_SHADOW`, watched by `dualmla.differential.shadow`.
 
     Raises:
         BackendUnavailable: the forced backend has reasons against it, or no backend is usable.
-        ValueError: an unknown name.
+        ValueError: an unknown name, or `DUALMLA_SHADOW` is no share.
     """
-    return _choose(cfg, _device(device), _requested(backend), _flags_off())
+    device = _device(device)
+    chosen = _choose(cfg, device, _requested(backend), _flags_off())
+    if not os.environ.get("DUALMLA_SHADOW"):
+        return chosen
+    # Shadow mode stands above this module, on the judge and the repro files; nothing of it is imported until it is asked for.
+    watched: type[MLABackend] = importlib.import_module("dualmla.differential.shadow").from_environment(chosen, device)
+    return watched
 
 
 def backend_for_decode(call: DecodeCall, backend: str | None) -> type[MLABackend]:

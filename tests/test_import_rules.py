@@ -23,7 +23,7 @@ ALLOWED_OUTSIDE = {
     "dualmla.buffers": {"torch", "dualmla_kernels"},  # on a GPU, where a kernel writes them
     "dualmla.cli": {"torch", "typer", "rich"},
     "dualmla.demo": {"torch", "rich", "transformers"},
-    "dualmla.differential": {"torch", "rich"},
+    "dualmla.differential": {"torch", "rich", "safetensors", "jinja2"},
     "dualmla.emulator": {"torch", "numpy", "numba"},
     "dualmla.emulator.decoder": {"tinygrad"},
     "dualmla_kernels": {"torch", "triton"},

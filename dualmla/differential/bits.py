@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dualmla.differential.problem import Result
+from dualmla.differential.problems.base import Result
 
 
 def same_bits(one: Result, two: Result) -> bool:

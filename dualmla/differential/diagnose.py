@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 
 from dualmla.differential.bits import first
-from dualmla.differential.problem import Call, Problem, Result
+from dualmla.differential.problems.base import Call, Problem, Result
 from dualmla.differential.verdict import Finding
 from dualmla.testing import Exact, budget_used
 

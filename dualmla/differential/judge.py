@@ -15,7 +15,7 @@ import torch
 from dualmla.backends.base import BackendUnavailable
 from dualmla.differential.bits import difference, first, same_bits
 from dualmla.differential.diagnose import Wrong, diagnose
-from dualmla.differential.problem import Problem, Result
+from dualmla.differential.problems.base import Problem, Result
 from dualmla.differential.verdict import Finding, Verdict
 from dualmla.testing import compare
 

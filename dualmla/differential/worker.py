@@ -1,15 +1,15 @@
 """Judging in another process, so that an abort, a segmentation fault or a hang of a backend is a finding like any other.
 
-The parent sends pickled problems through a pipe and waits for verdicts. At the other end a template process, which has
+The parent sends problems through a pipe and waits for verdicts. At the other end a template process, which has
 imported everything and touched no device, forks the child that judges, and forks the next one when it dies.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
-import pickle
 import resource
 import runpy
 import signal
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from dualmla.differential.problem import Problem
+from dualmla.differential.problems.base import Problem
 from dualmla.differential.verdict import Finding, Verdict
 
 START_LIMIT = 120.0
@@ -168,12 +168,14 @@ def _judge_until_closed(problems: Connection, verdicts: Connection, backend: str
 
 
 def _send(pipe: Connection, message: Any) -> None:
-    """By plain pickle: what `Connection.send` uses would pass tensors by shared memory, which dies with its owner."""
-    pipe.send_bytes(pickle.dumps(message))
+    """By torch's own format: `Connection.send` would pass tensors by shared memory, which dies with its owner."""
+    buffer = io.BytesIO()
+    torch.save(message, buffer)
+    pipe.send_bytes(buffer.getvalue())
 
 
 def _receive(pipe: Connection) -> Any:
-    return pickle.loads(pipe.recv_bytes())
+    return torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
 
 
 def _ending(status: int) -> str:

@@ -30,11 +30,13 @@ from dualmla.testing.compare import (
     compare_decode,
     cosine_difference,
 )
-from dualmla.testing.exact import Exact, exact_attention, exact_decode
+from dualmla.testing.exact import SAFETY, U32, Exact, exact_attention, exact_decode
 from dualmla.testing.grids import QUICK_GRID
 
 __all__ = [
     "QUICK_GRID",
+    "SAFETY",
+    "U32",
     "UNUSED_PAGE",
     "YARN_SCALE",
     "Comparison",

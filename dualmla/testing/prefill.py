@@ -105,8 +105,8 @@ def run_prefill(inputs: PrefillInputs, backend: str | None = None) -> tuple[torc
     return out, lse
 
 
-def exact_prefill(inputs: PrefillInputs) -> Exact:
-    """The truth of a case; rows of padding are 0 and -inf, and must be so exactly."""
+def exact_prefill(inputs: PrefillInputs, *, shift: int = 0) -> Exact:
+    """The truth of a case; rows of padding are 0 and -inf, and must be so exactly. `shift` is that of `exact_attention`."""
     case, (tokens, heads, v_dim), device = inputs.case, inputs.out.shape, inputs.q.device
     out = torch.zeros(tokens, heads, v_dim, dtype=torch.float64, device=device)
     lse = torch.full((heads, tokens), -math.inf, dtype=torch.float64, device=device)
@@ -114,7 +114,9 @@ def exact_prefill(inputs: PrefillInputs) -> Exact:
     first, first_key = 0, 0
     for new, keys in zip(case.query_lens, case.keys, strict=True):
         part, seen = slice(first, first + new), slice(first_key, first_key + keys)
-        exact = exact_attention(inputs.q[part], inputs.k[seen], inputs.v[seen], case.softmax_scale, causal=case.causal, dtype=case.dtype)
+        exact = exact_attention(
+            inputs.q[part], inputs.k[seen], inputs.v[seen], case.softmax_scale, causal=case.causal, dtype=case.dtype, shift=shift
+        )
         out[part], lse[:, part] = exact.out, exact.lse
         out_allowed[part], lse_allowed[:, part] = exact.out_allowed, exact.lse_allowed
         rms = max(rms, exact.value_rms)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dualmla.differential.decode import DecodeProblem
+from dualmla.differential.problems.decode import DecodeProblem
 from dualmla.differential.worker import Worker, WorkerFailed
 from dualmla.testing import DecodeCase
 

@@ -1,9 +1,10 @@
-"""What the judge, the shrinker and the repro files need of an operation. One module each: `decode`, ..."""
+"""What the judge, the shrinker and the repro files need of an operation."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -19,7 +20,7 @@ class Result(NamedTuple):
 
 
 class Call(Protocol):
-    """A problem laid out in memory. May be run once: the result lies in its memory."""
+    """A problem laid out in memory. To be run once: the result lies in its memory."""
 
     def run(self, backend: str | None) -> Result:
         """The result of `backend`, everything it allocates poisoned.
@@ -34,47 +35,54 @@ class Call(Protocol):
         ...
 
 
-class Problem(Protocol):
-    """The numbers of one call, apart from memory."""
+class Problem(ABC):
+    """The numbers of one call, apart from memory. Immutable, and pickled to reach a worker."""
+
+    operation: ClassVar[str]
+    order_one: bool = True
+    """Scores are of order 1, so that FlashMLA's tolerances apply."""
 
     @property
-    def operation(self) -> str: ...
+    @abstractmethod
+    def title(self) -> str:
+        """Short and telling."""
 
     @property
-    def title(self) -> str: ...
+    @abstractmethod
+    def tokens(self) -> int:
+        """Rows of the result that belong to a request; rows after them are padding."""
+
+    @abstractmethod
+    def lay_out(self, device: torch.device | str, *, poison: bool) -> Call:
+        """Into adversarial memory (poison) or harmless memory; a right result has the same bits."""
+
+    @abstractmethod
+    def pack(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """What JSON can hold, and the numbers; `problems.unpack` turns it back."""
+
+    @classmethod
+    @abstractmethod
+    def unpack(cls, fields: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Problem:
+        """The reverse of `pack`."""
 
     @property
     def softmax_scale(self) -> float | None:
         """None where there is none."""
-        ...
+        return None
 
     @property
     def wrong_scales(self) -> dict[str, float]:
         """Scales that a faulty backend might use, by what they are."""
-        ...
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that belong to a request; rows after them are padding."""
-        ...
-
-    @property
-    def order_one(self) -> bool:
-        """Scores are of order 1, so that FlashMLA's tolerances apply."""
-        ...
-
-    def lay_out(self, device: torch.device | str, *, poison: bool) -> Call:
-        """Into adversarial memory (poison) or harmless memory; a right result has the same bits."""
-        ...
+        return {}
 
     def alternatives(self) -> Iterator[tuple[Kind, str, Problem]]:
         """(kind of failure, sentence, problem): if the problem passes where this one fails, the failure is of that kind."""
-        ...
+        yield from ()
 
     def alone(self) -> Iterator[tuple[slice, Problem]]:
         """Tokens and the problem of their request alone, where the same bits are promised alone and in the batch."""
-        ...
+        yield from ()
 
     def smaller(self) -> Iterator[Problem]:
         """Simpler problems to try, the greatest step first."""
-        ...
+        yield from ()

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from dualmla.differential.problem import Result
+from dualmla.differential.problems.base import Problem, Result
+from dualmla.differential.problems.fields import from_fields, to_fields
 from dualmla.differential.verdict import Kind
 from dualmla.testing import DecodeCase, DecodeInputs, DecodeValues, Exact, draw_decode_values, exact_decode, lay_out_decode, run_decode
 
 
 @dataclass(frozen=True)
-class DecodeProblem:
+class DecodeProblem(Problem):
     """The numbers of one `mla_decode`."""
 
     values: DecodeValues
@@ -52,8 +54,17 @@ class DecodeProblem:
         return sum(self.case.new_tokens)
 
     @property
-    def order_one(self) -> bool:
+    def order_one(self) -> bool:  # type: ignore[override]
         return self.case.data in ("normal", "flashmla")
+
+    def pack(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        rows = {f"rows.{request}": rows for request, rows in enumerate(self.values.rows)}
+        return to_fields(self.case), {"q": self.values.q, **rows}
+
+    @classmethod
+    def unpack(cls, fields: dict[str, Any], tensors: dict[str, torch.Tensor]) -> DecodeProblem:
+        case = from_fields(DecodeCase, fields)
+        return cls(DecodeValues(case, tensors["q"], tuple(tensors[f"rows.{request}"] for request in range(len(case.seq_lens)))))
 
     def lay_out(self, device: torch.device | str, *, poison: bool) -> DecodeCall:
         return DecodeCall(lay_out_decode(self.values, device, poison=poison))
@@ -88,11 +99,13 @@ class DecodeProblem:
             {"strided": False},
             {"first_page": 0},
             {"num_kv_splits": None},
-            {"num_kv_splits": 2},
+            {"num_kv_splits": min(case.num_kv_splits or 1, 2)},
             {"page_size": 1},
             {"page_size": max(case.page_size // 2, 1)},
             {"k_scale": None},
         ):
+            if case.num_kv_splits is None and "num_kv_splits" in simple:
+                continue
             if any(getattr(case, name) != value for name, value in simple.items()):
                 yield self._with(**simple)
         yield from self._plainer_numbers()
@@ -106,11 +119,16 @@ class DecodeProblem:
         new = self.case.new_tokens
         return [(sum(new[:i]), n) for i, n in enumerate(new)]
 
+    def _rows(self) -> list[torch.Tensor]:
+        """The latent rows of each request as memory holds them: what is shared is the first request's."""
+        shared = self.case.full_shared_pages * self.case.page_size
+        return [torch.cat([self.values.rows[0][:shared], rows[shared:]]) if shared else rows for rows in self.values.rows]
+
     def _requests(self, kept: Sequence[int]) -> DecodeProblem:
         """Without the other requests and without padding."""
-        spans = self._spans()
+        spans, rows = self._spans(), self._rows()
         q = [self.values.q[spans[i][0] : sum(spans[i])] for i in kept]
-        return self._rebuilt(q, [self.values.rows[i] for i in kept], padding=0)
+        return self._rebuilt(q, [rows[i] for i in kept], padding=0)
 
     def _rebuilt(self, q: list[torch.Tensor], rows: list[torch.Tensor], padding: int) -> DecodeProblem:
         tail = self.values.q[len(self.values.q) - padding :] if padding else self.values.q[:0]
@@ -119,12 +137,13 @@ class DecodeProblem:
 
     def _shorter(self, cut: Callable[[int], int]) -> Iterator[DecodeProblem]:
         """All requests with fewer keys: the first ones kept, then the last ones."""
-        lengths = [max(cut(len(r)), 0) for r in self.values.rows]
+        rows = self._rows()
+        lengths = [max(cut(len(r)), 0) for r in rows]
         if sum(lengths) == sum(self.case.seq_lens):
             return
         q = [self.values.q[first : first + new] for first, new in self._spans()]
-        yield self._rebuilt(q, [r[:n] for r, n in zip(self.values.rows, lengths, strict=True)], self.case.padding_tokens)
-        yield self._rebuilt(q, [r[len(r) - n :] for r, n in zip(self.values.rows, lengths, strict=True)], self.case.padding_tokens)
+        yield self._rebuilt(q, [r[:n] for r, n in zip(rows, lengths, strict=True)], self.case.padding_tokens)
+        yield self._rebuilt(q, [r[len(r) - n :] for r, n in zip(rows, lengths, strict=True)], self.case.padding_tokens)
 
     def _fewer_tokens(self) -> Iterator[DecodeProblem]:
         """All requests with fewer new tokens, the last ones."""
@@ -132,7 +151,7 @@ class DecodeProblem:
         for most in {1, longest // 2, longest - 1} - {0, longest}:
             if 0 < most < longest:
                 q = [self.values.q[first + max(new - most, 0) : first + new] for first, new in self._spans()]
-                yield self._rebuilt(q, list(self.values.rows), self.case.padding_tokens)
+                yield self._rebuilt(q, self._rows(), self.case.padding_tokens)
 
     def _plainer_numbers(self) -> Iterator[DecodeProblem]:
         """Integers, then zeros."""

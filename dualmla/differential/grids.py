@@ -1,0 +1,241 @@
+"""Which problems a check runs: named grids, and random ones with a liking for edges."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from dualmla.differential.problems import (
+    CacheCase,
+    CacheProblem,
+    DecodeProblem,
+    LayerProblem,
+    MergeCase,
+    MergeProblem,
+    PrefillProblem,
+    Problem,
+)
+from dualmla.testing import QUICK_GRID, DecodeCase
+from dualmla.testing.layer import LayerCase
+from dualmla.testing.prefill import PrefillCase
+from dualmla.validation import device_float8
+
+Draw = Callable[[], Problem]
+"""Problems are drawn when their turn comes: a grid's numbers would not fit in memory together."""
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _decodes(cases: Sequence[DecodeCase]) -> list[Draw]:
+    return [lambda case=case: DecodeProblem.draw(case) for case in cases]  # type: ignore[misc]
+
+
+def _quick() -> list[Draw]:
+    """`QUICK_GRID` of decodes, and the corners of the other operations."""
+    prefills = (
+        PrefillCase(query_lens=(8,)),
+        PrefillCase(num_heads=1, query_lens=(3, 0, 5), key_lens=(70, 4, 5), padding_tokens=2),
+        PrefillCase(num_heads=2, query_lens=(65, 1), key_lens=(64, 130), dtype=torch.float16, strided=True),
+        PrefillCase(num_heads=2, query_lens=(4, 7), key_lens=(9, 3), dtype=torch.float32, causal=False),
+    )
+    layers = (
+        LayerCase(seq_lens=(9, 5), query_lens=(1, 5)),
+        LayerCase(seq_lens=(5, 9), query_lens=(5, 1), page_size=1),
+        LayerCase(seq_lens=(40, 20, 33, 2), query_lens=(2, 1, 9, 2), decode_threshold=2, padding_tokens=3, page_size=3),
+        LayerCase(seq_lens=(70, 35), query_lens=(1, 3), shared_pages=2, dtype=torch.float32, strided=True),
+    )
+    writes = (
+        CacheCase(num_tokens=20, skipped=(0, 7)),
+        CacheCase(num_tokens=5, padding_tokens=2, page_size=1, dtype=torch.float16, strided=True),
+        CacheCase(num_tokens=5, kv_cache_dtype=torch.float8_e4m3fn, k_scale=0.5, spread=400.0),
+    )
+    merges = (
+        MergeCase(num_tokens=5, empty_a=(0, 2), empty_b=(2, 3), strided=True),
+        MergeCase(num_heads=3, dtype=torch.float32, spread=100.0),
+    )
+    return [
+        *_decodes(QUICK_GRID),
+        *(lambda case=case: PrefillProblem.draw(case) for case in prefills),
+        *(lambda case=case: LayerProblem(case) for case in layers),
+        *(lambda case=case: CacheProblem.draw(case) for case in writes),
+        *(lambda case=case: MergeProblem.draw(case) for case in merges),
+    ]
+
+
+def _aiter() -> list[Draw]:
+    """The sizes of AITER's own test of its decode, the least work first."""
+    shapes = [
+        (kv, batch, heads, query_len)
+        for kv in (21, 64, 256, 512, 1200, 3200, 5200, 8192)
+        for batch in (1, 3, 5, 16, 32, 64, 128, 256)
+        for heads, query_len in ((16, 1), (16, 2), (16, 4), (128, 1), (128, 2))
+    ]
+    shapes.sort(key=lambda s: s[0] * s[1] * s[2] * s[3])
+    return _decodes(
+        [DecodeCase(num_heads=heads, seq_lens=(kv,) * batch, query_lens=(query_len,) * batch) for kv, batch, heads, query_len in shapes]
+    )
+
+
+def _flashmla() -> list[Draw]:
+    """The sizes of FlashMLA's own test: odd head counts, zero lengths among others, pages of 64; the least work first."""
+    shapes = [
+        (kv, heads, query_len, empty)
+        for kv in (20, 140, 4096)
+        for heads in (1, 3, 9, 63, 64, 126, 128)
+        for query_len in (1, 2, 4)
+        for empty in (False, True)
+    ]
+    shapes.sort(key=lambda s: s[0] * s[1] * s[2])
+    return _decodes(
+        [
+            DecodeCase(
+                num_heads=heads,
+                seq_lens=(kv, 0 if empty else kv // 2 + 1),
+                query_lens=(query_len,) * 2,
+                page_size=64,
+                data="flashmla",
+            )
+            for kv, heads, query_len, empty in shapes
+        ]
+    )
+
+
+def _vllm() -> list[Draw]:
+    """The batches of vLLM's tests of its MLA backends: decodes, prefills and prefixes mixed."""
+    batches = (((32, 40, 48, 56), (1, 1, 5, 5)), ((1568, 520, 8, 80, 96, 8), (32, 8, 8, 16, 16, 8)), ((32, 40), (1, 1)), ((32, 40), (8, 8)))
+    cases = [
+        LayerCase(num_heads=heads, seq_lens=seq, query_lens=new, page_size=16, decode_threshold=threshold)
+        for heads in (2, 16, 128)
+        for seq, new in sorted(batches, key=lambda batch: sum(batch[0]))
+        for threshold in (1, 5)
+    ]
+    return [lambda case=case: LayerProblem(case) for case in cases]  # type: ignore[misc]
+
+
+GRIDS: dict[str, Callable[[], list[Draw]]] = {"quick": _quick, "aiter": _aiter, "flashmla": _flashmla, "vllm": _vllm}
+
+
+def random_problems(seed: int, *, most_work: int = 40_000) -> Iterator[Draw]:
+    """Endless random problems; the i-th depends on `seed` and i alone.
+
+    Arguments:
+        most_work: heads * (query tokens * keys) of a problem; the default suits Triton's interpreter.
+    """
+    for i in range(1 << 62):
+        yield lambda i=i: _random_problem(random.Random(f"{seed}/{i}"), most_work)  # type: ignore[misc]
+
+
+def _random_problem(rng: random.Random, most_work: int) -> Problem:
+    kind = rng.choices(("decode", "prefill", "forward", "cache", "merge"), (70, 10, 10, 5, 5))[0]
+    match kind:
+        case "decode":
+            return DecodeProblem.draw(_random_decode(rng, most_work))
+        case "prefill":
+            lens = [_length(rng, 70) for _ in range(rng.randint(1, 3))]
+            keys = [rng.choice((n, n, max(n - 1, 0), n + _length(rng, 130))) for n in lens]
+            return PrefillProblem.draw(
+                PrefillCase(
+                    num_heads=_heads(rng, most_work, sum(n * m for n, m in zip(lens, keys, strict=True))),
+                    query_lens=tuple(lens),
+                    key_lens=tuple(keys),
+                    padding_tokens=rng.choice((0, 0, 3)),
+                    dtype=rng.choice(DTYPES),
+                    causal=rng.random() < 0.9,
+                    strided=rng.random() < 0.3,
+                    seed=rng.randrange(1 << 32),
+                )
+            )
+        case "forward":
+            new = [rng.choice((1, 1, 1, 2, 5, 9)) for _ in range(rng.randint(1, 4))]
+            seq = [max(n, 1) + _length(rng, 130) for n in new]
+            return LayerProblem(
+                LayerCase(
+                    num_heads=rng.choice((1, 2, 3)),
+                    seq_lens=tuple(seq),
+                    query_lens=tuple(new),
+                    decode_threshold=rng.choice((1, 1, 2, 4)),
+                    padding_tokens=rng.choice((0, 0, 2)),
+                    page_size=rng.choice((1, 3, 16)),
+                    dtype=rng.choice(DTYPES),
+                    strided=rng.random() < 0.3,
+                    seed=rng.randrange(1 << 32),
+                )
+            )
+        case "cache":
+            tokens = rng.randint(1, 40)
+            fp8 = rng.random() < 0.4
+            return CacheProblem.draw(
+                CacheCase(
+                    num_tokens=tokens,
+                    skipped=tuple(i for i in range(tokens) if rng.random() < 0.1),
+                    padding_tokens=rng.choice((0, 2)),
+                    page_size=rng.choice((1, 3, 16, 64)),
+                    dtype=rng.choice(DTYPES),
+                    kv_cache_dtype=_device_fp8() if fp8 else None,
+                    k_scale=rng.choice((None, 0.5, 0.03)) if fp8 else None,
+                    spread=rng.choice((1.0, 1.0, 300.0)),
+                    strided=rng.random() < 0.3,
+                    seed=rng.randrange(1 << 32),
+                )
+            )
+        case _:
+            tokens = rng.randint(1, 12)
+            return MergeProblem.draw(
+                MergeCase(
+                    num_heads=rng.choice((1, 3, 16)),
+                    num_tokens=tokens,
+                    v_head_dim=rng.choice((128, 512)),
+                    dtype=rng.choice(DTYPES),
+                    empty_a=tuple(i for i in range(tokens) if rng.random() < 0.2),
+                    empty_b=tuple(i for i in range(tokens) if rng.random() < 0.2),
+                    spread=rng.choice((1.0, 10.0, 100.0)),
+                    strided=rng.random() < 0.5,
+                    seed=rng.randrange(1 << 32),
+                )
+            )
+
+
+def _random_decode(rng: random.Random, most_work: int) -> DecodeCase:
+    lens = [_length(rng, 400) for _ in range(rng.choice((1, 1, 2, 3, 5)))]
+    longest = rng.choice((1, 1, 1, 2, 4, 9))
+    new = [longest if rng.random() < 0.6 else rng.randint(1, longest) for _ in lens]
+    page_size = rng.choice((1, 1, 3, 16, 64))
+    splits = rng.choice((1, 2, 3, 16)) if rng.random() < 0.2 else None
+    fp8 = rng.random() < 0.15
+    return DecodeCase(
+        num_heads=_heads(rng, most_work, sum(n * (m + 64) for n, m in zip(new, lens, strict=True))),
+        seq_lens=tuple(lens),
+        query_lens=tuple(new),
+        padding_tokens=rng.choice((0, 0, 0, 1, 4)),
+        page_size=page_size,
+        dtype=rng.choice((torch.bfloat16, *DTYPES)),
+        kv_cache_dtype=_device_fp8() if fp8 else None,
+        k_scale=rng.choice((None, 0.25, 3.0)) if fp8 else None,
+        softmax_scale=rng.choice((0.1352337788608801, 0.1352337788608801, 192**-0.5, 0.5)),
+        causal=rng.random() < 0.95,
+        num_kv_splits=splits,
+        data=rng.choice(("normal", "normal", "normal", "flashmla", "flat", "peaked", "huge", "denormal")),
+        first_page=2**31 // (576 * page_size) + 1 if rng.random() < 0.03 else 0,
+        shared_pages=rng.choice((0, 0, 1, 2)),
+        strided=rng.random() < 0.15,
+        seed=rng.randrange(1 << 32),
+    )
+
+
+def _length(rng: random.Random, most: int) -> int:
+    """Edges of pages and of key tiles with one more and one less, the very short, the empty, and anything."""
+    edge = rng.choice((16, 32, 64, 64, 128, 192, 256)) + rng.choice((-1, 0, 1))
+    return min(rng.choice((0, 1, 2, 3, edge, edge, rng.randint(1, most), rng.randint(1, most))), most)
+
+
+def _heads(rng: random.Random, most_work: int, work_a_head: int) -> int:
+    """A head count, smaller where a head is much work."""
+    wanted = rng.choice((1, 2, 3, 4, 8, 16, 16, 16, 17, 32, 64, 128))
+    return max(min(wanted, most_work // max(work_a_head, 1)), 1)
+
+
+def _device_fp8() -> torch.dtype:
+    """The flavour that the GPU of this machine takes; e4m3fn on a CPU, which takes both."""
+    return device_float8(torch.device("cuda")) if torch.cuda.is_available() else torch.float8_e4m3fn

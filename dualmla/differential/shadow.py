@@ -1,0 +1,341 @@
+"""Shadow mode: in production, a share of decodes runs again on a second backend, and the two results are compared.
+
+    shadow = Shadow("triton", share=0.001, save=Path("divergences"))
+    backend = shadow.watch(dualmla.select_backend(cfg))        # and on as before
+
+On the engine's path nothing waits for the device: what a sampled call read is copied (a window of its requests, under a
+byte limit), the second backend and the comparison run on a stream of their own, and one flag comes back whenever it is
+ready. A divergence is judged in float64 on another thread, counted, logged, and saved as a repro.
+
+A captured graph holds no code of ours. A decode that is being captured is remembered, so that its tensors stay where they
+are; `replayed` samples it right after a replay, and `watch_graphs` calls that for `DecodeGraphs`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import math
+import os
+import random
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from dualmla.attention import MLAImpl
+from dualmla.backends.base import BackendUnavailable, MLABackend
+from dualmla.differential import repro
+from dualmla.differential.machine import device_name, versions
+from dualmla.differential.problems import Result
+from dualmla.differential.snapshot import DecodeSeen, Snapshot
+from dualmla.differential.verdict import Finding, Verdict
+from dualmla.graph import DecodeGraphs
+from dualmla.metadata import MLAMetadata
+from dualmla.selection import backend_for_device
+from dualmla.testing import compare
+
+logger = logging.getLogger("dualmla")
+
+T = TypeVar("T")
+
+MOST_PENDING = 2
+"""Snapshots alive at a time."""
+
+GROWTH = 256
+"""Tokens that a request may have grown by since its length was last seen."""
+
+
+@dataclass
+class Counts:
+    """What shadow mode has done. `skipped` says why calls that were due were not sampled."""
+
+    calls: int = 0
+    sampled: int = 0
+    agreed: int = 0
+    diverged: int = 0
+    saved: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+    wrong: Counter[str] = field(default_factory=Counter)
+    """By backend: divergences in which float64 found it wrong. A divergence may have none: the screen is coarser."""
+
+
+@dataclass
+class _Pending:
+    snapshot: Snapshot
+    second: Result
+    flag: torch.Tensor
+    ready: Callable[[], bool]
+
+
+class Shadow:
+    """Watches decodes of one device; for one thread that calls.
+
+    Arguments:
+        second: the backend that runs again.
+        share: of decodes to sample, 0 to 1.
+        max_bytes: most that a snapshot takes, and most that is kept from being reused within captured graphs.
+        per_second: most samples a second.
+        save: directory for repros of divergences; None: they are counted and logged only.
+        most_repros: files are not written after that many.
+        seed: of the choice of calls and requests.
+    """
+
+    def __init__(
+        self,
+        second: str = "triton",
+        *,
+        share: float = 0.001,
+        max_bytes: int = 64 << 20,
+        per_second: float = 1.0,
+        save: Path | None = None,
+        most_repros: int = 20,
+        seed: int = 0,
+    ) -> None:
+        if not 0 < share <= 1:
+            raise ValueError(f"share must be above 0 and at most 1, got {share!r}")
+        self.second, self.share, self.max_bytes, self.per_second = second, share, max_bytes, per_second
+        self.save, self.most_repros = save, most_repros
+        self.counts = Counts()
+        self._random = random.Random(seed)
+        self._countdown = self._gap()
+        self._last = -math.inf
+        self._pending: list[_Pending] = []
+        self._captured: dict[int, list[DecodeSeen]] = {}
+        self._captured_bytes = 0
+        self._lengths: tuple[torch.Tensor, Callable[[], bool]] | None = None
+        self._threads: list[threading.Thread] = []
+        self._stream: torch.cuda.Stream | None = None
+        self._primary = ""
+        self._judging = threading.Lock()
+
+    def watch(self, backend: type[MLABackend]) -> type[MLABackend]:
+        """`backend`, with its decodes watched; its layers too."""
+        shadow = self
+        shadow._primary = backend.name
+
+        class Watched(backend):  # type: ignore[valid-type, misc]
+            @classmethod
+            def get_impl_cls(cls) -> type[MLAImpl]:
+                impl = backend.get_impl_cls()
+                return type(impl.__name__, (impl,), {"ops": cls})
+
+            @classmethod
+            def mla_decode(cls, q: torch.Tensor, kv_cache: torch.Tensor, meta: MLAMetadata, softmax_scale: float, **rest: Any) -> None:
+                backend.mla_decode(q, kv_cache, meta, softmax_scale, **rest)
+                shadow.seen(DecodeSeen(q, kv_cache, meta, softmax_scale, **rest))
+
+        Watched.__name__ = Watched.__qualname__ = backend.__name__
+        return Watched
+
+    def watch_graphs(self, graphs: DecodeGraphs[T], batch_sizes: Sequence[int]) -> WatchedGraphs[T]:
+        """`graphs`, captured of a watched backend at `batch_sizes`, with its replays sampled."""
+        return WatchedGraphs(self, graphs, batch_sizes)
+
+    def seen(self, call: DecodeSeen) -> None:
+        """A decode has run: sample it if its turn has come; remember it if it is being captured."""
+        if call.q.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._captured_bytes += call.q.numel() * call.q.element_size() + call.out.numel() * call.out.element_size()
+            if self._captured_bytes <= self.max_bytes:
+                self._captured.setdefault(call.meta.num_reqs, []).append(call)
+            return
+        self._count(call)
+
+    def replayed(self, batch_size: int) -> None:
+        """A graph captured at `batch_size` requests has been replayed on the current stream, just now."""
+        calls = self._captured.get(batch_size)
+        if calls:
+            self._count(self._random.choice(calls))
+
+    def drain(self) -> Counts:
+        """Wait for every comparison, and return the counts."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._collect()
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+        return self.counts
+
+    def _gap(self) -> int:
+        """Calls until the next sample: geometric, so that no rhythm of the engine hides anything."""
+        return 1 + int(math.log(1 - self._random.random()) / math.log(1 - self.share)) if self.share < 1 else 1
+
+    def _count(self, call: DecodeSeen) -> None:
+        self.counts.calls += 1
+        if self._pending:
+            self._collect()
+        self._countdown -= 1
+        if self._countdown > 0:
+            return
+        self._countdown = self._gap()
+        now = time.monotonic()
+        if now - self._last < 1 / self.per_second:
+            self.counts.skipped["rate"] += 1
+        elif len(self._pending) >= MOST_PENDING:
+            self.counts.skipped["pending"] += 1
+        elif call.meta.num_reqs and call.meta.max_query_len:
+            self._last = now
+            self._sample(call)
+
+    def _sample(self, call: DecodeSeen) -> None:
+        lengths = self._known_lengths(call)
+        if lengths is None:
+            self.counts.skipped["lengths unknown"] += 1
+            return
+        first = self._random.randrange(call.meta.num_reqs)
+        tokens = (lengths[first] if first < len(lengths) else max(lengths)) + GROWTH
+        room = self.max_bytes // max(call.request_bytes(tokens), 1)
+        if room == 0:
+            self.counts.skipped["size"] += 1
+            return
+        window = slice(first, min(first + room, call.meta.num_reqs))
+        try:
+            second = backend_for_device(call.q.device, self.second)
+            snapshot = Snapshot.take(call, window, tokens)
+            self._pending.append(self._compare(snapshot, second))
+        except BackendUnavailable as refusal:
+            self.counts.skipped[str(refusal)] += 1
+            return
+        self.counts.sampled += 1
+        if not call.q.is_cuda:
+            self._collect()
+
+    def _known_lengths(self, call: DecodeSeen) -> list[int] | None:
+        """The lengths of a batch not long ago, for the size of a snapshot; asks for newer ones without waiting."""
+        known = self._lengths[0].tolist() if self._lengths and self._lengths[1]() else None
+        if self._lengths is None or known is not None:
+            lens = call.meta.seq_lens
+            if not lens.is_cuda:
+                return [int(n) for n in lens.tolist()]
+            on_host = torch.empty(lens.shape, dtype=lens.dtype, pin_memory=True).copy_(lens, non_blocking=True)
+            self._lengths = (on_host, _event())
+        return known
+
+    def _compare(self, snapshot: Snapshot, second: type[MLABackend]) -> _Pending:
+        """Started on a stream of its own; the flag is on the host once `ready`."""
+        if not snapshot.q.is_cuda:
+            result = snapshot.run(second)
+            return _Pending(snapshot, result, snapshot.differs(result).any(), lambda: True)
+        self._stream = self._stream or torch.cuda.Stream(snapshot.q.device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(snapshot.q.device))
+        snapshot.used_on(self._stream)
+        with torch.cuda.stream(self._stream):
+            result = snapshot.run(second)
+            flag = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(snapshot.differs(result).any(), non_blocking=True)
+            return _Pending(snapshot, result, flag, _event())
+
+    def _collect(self) -> None:
+        """Look at the comparisons that have ended."""
+        waiting = []
+        for pending in self._pending:
+            if not pending.ready():
+                waiting.append(pending)
+            elif not bool(pending.flag):
+                self.counts.agreed += 1
+            else:
+                self.counts.diverged += 1
+                thread = threading.Thread(target=self._judge, args=(pending,), name="dualmla-shadow", daemon=True)
+                self._threads = [old for old in self._threads if old.is_alive()] + [thread]
+                thread.start()
+        self._pending = waiting
+
+    def _judge(self, pending: _Pending) -> None:
+        """On a thread of its own, one at a time: which of the two is wrong, said, counted and saved."""
+        with self._judging:
+            problem = pending.snapshot.problem()
+            exact = problem.lay_out("cpu", poison=True).exact()
+            other = replace(pending.snapshot, out=pending.second.out, lse=pending.second.lse)
+            verdicts = []
+            for name, snapshot in ((self._primary, pending.snapshot), (self.second, other)):
+                comparison = compare(*snapshot.result(), exact, flashmla_gate=False)
+                if comparison.failures:
+                    self.counts.wrong[name] += 1
+                    finding = Finding("accuracy", "; ".join(comparison.failures))
+                    verdicts.append(Verdict("decode", problem.title, name, (finding,), (), comparison))
+            told = "; ".join(f"{verdict.backend} is wrong: {verdict.findings[0].sentence}" for verdict in verdicts) or "both within budget"
+            logger.warning("shadow: %s and %s diverge in decode %s: %s", self._primary, self.second, problem.title, told)
+            if self.save is not None and verdicts and self.counts.saved < self.most_repros:
+                self.counts.saved += 1
+                device = pending.snapshot.q.device
+                made = {**versions(), "device": device_name(device), "found": "shadow mode"}
+                logger.warning("shadow: saved %s", repro.save(self.save, problem, verdicts[0], device=device.type, made=made))
+
+
+class WatchedGraphs(Generic[T]):
+    """`DecodeGraphs` that tells a shadow of each replay."""
+
+    def __init__(self, shadow: Shadow, graphs: DecodeGraphs[T], batch_sizes: Sequence[int]) -> None:
+        self._shadow, self._graphs, self._sizes = shadow, graphs, sorted(batch_sizes)
+        self._last = 0
+
+    def replay(self, meta: MLAMetadata) -> T:
+        """As `DecodeGraphs.replay`."""
+        result = self._graphs.replay(meta)
+        self._last = next(size for size in self._sizes if size >= meta.num_reqs)
+        self._shadow.replayed(self._last)
+        return result
+
+    def replay_again(self) -> T:
+        """As `DecodeGraphs.replay_again`."""
+        result = self._graphs.replay_again()
+        self._shadow.replayed(self._last)
+        return result
+
+
+def from_environment(backend: type[MLABackend], device: torch.device) -> type[MLABackend]:
+    """`backend`, watched as `DUALMLA_SHADOW` says: the share of decodes, above 0 and at most 1.
+
+    The second backend is triton; where triton runs, it is aiter, or where that can't run the reference on a CPU and none on
+    a GPU (the reference would stall it). Repros go to `dualmla-shadow` in the directory for temporary files.
+
+    Raises:
+        ValueError: the variable is no such number.
+    """
+    value = os.environ["DUALMLA_SHADOW"]
+    try:
+        share = float(value)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise ValueError(f"DUALMLA_SHADOW is {value!r}; it must be a share of calls, above 0 and at most 1, such as 0.001")
+    key = (backend, device, share)
+    if key not in _from_environment:
+        second = _second(backend, device)
+        _from_environment[key] = backend if second is None else _watched(backend, second, share)
+    return _from_environment[key]
+
+
+_from_environment: dict[tuple[type[MLABackend], torch.device, float], type[MLABackend]] = {}
+
+
+def _watched(backend: type[MLABackend], second: str, share: float) -> type[MLABackend]:
+    save = Path(tempfile.gettempdir()) / "dualmla-shadow"
+    shadow = Shadow(second, share=share, save=save)
+    atexit.register(shadow.drain)
+    logger.warning("shadow: %g of the decodes of %s run again on %s; divergences go to %s", share, backend.name, second, save)
+    return shadow.watch(backend)
+
+
+def _second(backend: type[MLABackend], device: torch.device) -> str | None:
+    names = ["triton", "aiter", *(["reference"] if device.type == "cpu" else [])]
+    for name in names:
+        with contextlib.suppress(BackendUnavailable):
+            if name != backend.name and backend_for_device(device, name):
+                return name
+    logger.warning("shadow: DUALMLA_SHADOW is set, but on %s nothing can run beside %s", device, backend.name)
+    return None
+
+
+def _event() -> Callable[[], bool]:
+    """Whether all work of the current stream up to here is done."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event.query

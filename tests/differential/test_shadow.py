@@ -1,0 +1,216 @@
+"""Shadow mode: what is sampled, what is found, what it leaves alone."""
+
+import logging
+import random
+import runpy
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import dualmla
+from dualmla.backends.reference import ReferenceMLABackend
+from dualmla.differential import repro, shadow
+from dualmla.differential.judge import judge
+from dualmla.differential.shadow import Shadow
+from dualmla.differential.snapshot import DecodeSeen, Snapshot
+from dualmla.graph import DecodeGraphs, MLAGraphState
+from dualmla.testing import DecodeCase, assert_bits_equal, assert_decode_agrees, make_decode_inputs
+from dualmla.testing.layer import LayerCase, make_layer_inputs
+
+FAULTS = Path(__file__).parent / "faults.py"
+
+
+@pytest.fixture(scope="module")
+def faulty():
+    """The faulty backends by name; registered once in a process."""
+    names = {"fault-scale", "fault-mask", "fault-sound"}
+    if not names <= set(dualmla.selection._registry):
+        runpy.run_path(str(FAULTS))
+    return dualmla.selection._registry
+
+
+def decode(backend, case, *, with_lse=True):
+    inputs = make_decode_inputs(case)
+    lse = torch.full((case.num_heads, len(inputs.q)), torch.nan) if with_lse else None
+    k_scale = case.k_scale or 1.0
+    backend.mla_decode(
+        inputs.q, inputs.kv_cache, inputs.meta, case.softmax_scale, causal=case.causal, out=inputs.out, lse=lse, k_scale=k_scale,
+        num_kv_splits=case.num_kv_splits,
+    )  # fmt: skip
+    return inputs, lse
+
+
+def cases(n, seed=0):
+    rng = random.Random(seed)
+    for k in range(n):
+        lens = tuple(rng.choice((0, 1, 3, 16, 40, 70)) for _ in range(rng.randint(1, 4)))
+        yield DecodeCase(
+            num_heads=3,
+            seq_lens=lens,
+            query_lens=tuple(rng.choice((1, 1, 2, 4)) for _ in lens),
+            padding_tokens=rng.choice((0, 2)),
+            page_size=rng.choice((1, 16)),
+            dtype=rng.choice((torch.bfloat16, torch.float16, torch.float32)),
+            kv_cache_dtype=rng.choice((None, None, torch.float8_e4m3fn)),
+            k_scale=0.5,
+            data=rng.choice(("normal", "flat", "peaked", "huge", "denormal")),
+            seed=k,
+        )
+
+
+def test_a_sound_backend_never_diverges(faulty):
+    watcher = Shadow("reference", share=1.0, per_second=1e9)
+    backend = watcher.watch(faulty["fault-sound"])
+    for case in cases(40):
+        decode(backend, case, with_lse=case.seed % 2 == 0)
+    counts = watcher.drain()
+    assert (counts.calls, counts.sampled, counts.agreed, counts.diverged) == (40, 40, 40, 0)
+
+
+@pytest.mark.parametrize("fault", ["fault-scale", "fault-mask"])
+def test_a_wrong_backend_is_found_named_and_saved(faulty, fault, tmp_path, caplog):
+    watcher = Shadow("reference", share=1.0, per_second=1e9, save=tmp_path, most_repros=2)
+    backend = watcher.watch(faulty[fault])
+    with caplog.at_level(logging.WARNING, "dualmla"):
+        for seed in range(4):
+            decode(backend, DecodeCase(num_heads=2, seq_lens=(5, 20), query_lens=(1, 3), page_size=16, dtype=torch.float32, seed=seed))
+        counts = watcher.drain()
+    assert counts.diverged == 4
+    assert counts.wrong == {fault: 4}
+    assert f"{fault} is wrong: out is" in caplog.text
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2
+    saved = repro.load(next(tmp_path.glob("*.json")))
+    assert saved.backend == fault
+    assert judge(saved.problem, fault).kind == fault.removeprefix("fault-")
+    assert judge(saved.problem, "reference").status == "pass"
+
+
+@pytest.mark.parametrize("case", [*cases(6, seed=3)], ids=str)
+def test_a_snapshot_is_what_the_call_read(case):
+    inputs, lse = decode(ReferenceMLABackend, case)
+    k_scale = 1.0 if case.k_scale is None else case.k_scale
+    seen = DecodeSeen(inputs.q, inputs.kv_cache, inputs.meta, case.softmax_scale, True, inputs.out, lse, k_scale, None)
+    snapshot = Snapshot.take(seen, slice(0, len(case.seq_lens)), max(case.seq_lens))
+    inputs.kv_cache.zero_()  # the engine goes on
+    problem = snapshot.problem()
+    fitting = [i for i, n in enumerate(case.seq_lens) if n]
+    assert problem.case.seq_lens == tuple(case.seq_lens[i] for i in fitting)
+    assert problem.case.query_lens == tuple(case.new_tokens[i] for i in fitting)
+    out, its_lse = snapshot.result()
+    call = problem.lay_out("cpu", poison=True)
+    assert_decode_agrees(out, its_lse, call.inputs)
+
+
+def test_requests_that_do_not_fit_are_left_out():
+    case = DecodeCase(num_heads=2, seq_lens=(4, 100, 7), page_size=4)
+    inputs, lse = decode(ReferenceMLABackend, case)
+    seen = DecodeSeen(inputs.q, inputs.kv_cache, inputs.meta, case.softmax_scale, True, inputs.out, lse, 1.0, None)
+    snapshot = Snapshot.take(seen, slice(0, 3), 8)
+    assert snapshot.problem().case.seq_lens == (4, 7)
+    assert snapshot.pages.shape[0] == 3 * 2
+    assert snapshot.valid.tolist() == [True, False, True]
+
+
+def test_memory_and_rate_are_bounded(faulty):
+    case = DecodeCase(num_heads=2, seq_lens=(40,) * 3)
+    small = Shadow("reference", share=1.0, per_second=1e9, max_bytes=1000)
+    decode(small.watch(faulty["fault-scale"]), case)
+    assert (small.drain().sampled, small.counts.skipped) == (0, {"size": 1})
+
+    slow = Shadow("reference", share=1.0, per_second=1e-3)
+    backend = slow.watch(faulty["fault-sound"])
+    for _ in range(5):
+        decode(backend, case)
+    assert (slow.drain().sampled, slow.counts.skipped) == (1, {"rate": 4})
+
+
+def test_the_share_is_a_share():
+    watcher = Shadow("reference", share=0.02)
+    gaps = [watcher._gap() for _ in range(5000)]
+    assert min(gaps) == 1
+    assert sum(gaps) / len(gaps) == pytest.approx(50, rel=0.1)
+    with pytest.raises(ValueError, match="share must be above 0"):
+        Shadow(share=0)
+
+
+def test_the_watched_result_is_untouched(faulty):
+    case = DecodeCase(num_heads=2, seq_lens=(40, 3))
+    plain, plain_lse = decode(faulty["fault-sound"], case)
+    watched, watched_lse = decode(Shadow("reference", share=1.0).watch(faulty["fault-sound"]), case)
+    assert_bits_equal(watched.out, plain.out)
+    assert_bits_equal(watched_lse, plain_lse)
+    assert_bits_equal(watched.kv_cache, plain.kv_cache)
+
+
+def test_a_second_backend_that_refuses_stops_nothing(faulty):
+    watcher = Shadow("aiter", share=1.0, per_second=1e9)
+    decode(watcher.watch(faulty["fault-sound"]), DecodeCase(num_heads=2, seq_lens=(4,)))
+    assert watcher.drain().sampled == 0
+    assert len(watcher.counts.skipped) == 1
+
+
+def test_graphs_replay_as_before(faulty):
+    """On a CPU a replay runs the step, which is sampled as any decode."""
+    case = LayerCase(seq_lens=(9, 5), query_lens=(1, 1))
+    cfg = case.config
+    watcher = Shadow("reference", share=1.0, per_second=1e9)
+    outputs = []
+    for backend in (faulty["fault-sound"], watcher.watch(faulty["fault-sound"])):
+        inputs = make_layer_inputs(case)
+        layer = backend.get_impl_cls()(cfg, inputs.w_uk, inputs.w_uv)
+        rows = torch.zeros(4, *inputs.q.shape[1:], dtype=cfg.dtype)
+        latents = torch.zeros(4, cfg.latent_dim, dtype=cfg.dtype)
+        rows[:2] = inputs.q
+        latents[:2] = torch.cat([inputs.kv_c, inputs.k_pe], -1)
+
+        def step(meta, layer=layer, rows=rows, latents=latents, inputs=inputs):
+            n, rank = meta.num_tokens, cfg.kv_lora_rank
+            return layer.forward(rows[:n], latents[:n, :rank], latents[:n, rank:], inputs.kv_cache, meta)
+
+        graphs = DecodeGraphs(MLAGraphState(cfg, "cpu", max_batch_size=4, max_num_pages_per_seq=8), [4], step)
+        if outputs:
+            graphs = watcher.watch_graphs(graphs, [4])
+        outputs.append(graphs.replay(inputs.meta.decode_metadata))
+    torch.testing.assert_close(outputs[1], outputs[0], atol=2e-2, rtol=2e-2)  # matrix products on a CPU depend on alignment
+    counts = watcher.drain()
+    assert counts.sampled >= 1
+    assert counts.diverged == 0
+
+
+def test_the_environment_turns_it_on(monkeypatch, faulty, tmp_path):
+    monkeypatch.setattr(shadow.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(shadow, "_from_environment", {})
+    cfg = dualmla.MLAConfig(num_heads=2, softmax_scale=0.1)
+    monkeypatch.setenv("DUALMLA_SHADOW", "0.5")
+    chosen = dualmla.select_backend(cfg, "cpu", "fault-sound")
+    assert issubclass(chosen, faulty["fault-sound"])
+    assert chosen is dualmla.select_backend(cfg, "cpu", "fault-sound")
+    assert chosen.get_impl_cls().ops is chosen
+    monkeypatch.setenv("DUALMLA_SHADOW", "much")
+    with pytest.raises(ValueError, match="DUALMLA_SHADOW is 'much'; it must be a share of calls"):
+        dualmla.select_backend(cfg, "cpu", "fault-sound")
+    monkeypatch.delenv("DUALMLA_SHADOW")
+    assert dualmla.select_backend(cfg, "cpu", "fault-sound") is faulty["fault-sound"]
+
+
+def test_a_call_that_is_not_sampled_costs_little():
+    class Nothing(ReferenceMLABackend):
+        name = "nothing"
+
+        @classmethod
+        def mla_decode(cls, *args, **rest):
+            pass
+
+    inputs = make_decode_inputs(DecodeCase(num_heads=2, seq_lens=(4,)))
+    rest = {"causal": True, "out": inputs.out, "lse": None, "k_scale": 1.0, "num_kv_splits": None}
+
+    def seconds(backend):
+        start = time.process_time()
+        for _ in range(2000):
+            backend.mla_decode(inputs.q, inputs.kv_cache, inputs.meta, 0.1, **rest)
+        return (time.process_time() - start) / 2000
+
+    watched = Shadow("reference", share=1e-9).watch(Nothing)
+    assert min(seconds(watched) for _ in range(3)) - min(seconds(Nothing) for _ in range(3)) < 20e-6
