@@ -17,13 +17,12 @@ from collections.abc import Callable
 
 import torch
 
-from dualmla.attention import MLAImpl
 from dualmla.backends.aiter import AiterMLABackend
 from dualmla.backends.base import BackendReport, BackendUnavailable, DecodeCall, MLABackend, PrefillCall
 from dualmla.backends.reference import ReferenceMLABackend
 from dualmla.backends.triton import TritonMLABackend
 from dualmla.config import MLAConfig
-from dualmla.metadata import MLAMetadata
+from dualmla.fallback import chained, log_once
 from dualmla.validation import checked_device
 
 logger = logging.getLogger("dualmla")
@@ -111,13 +110,13 @@ def select_backend(cfg: MLAConfig, device: torch.device | str | None = None, bac
 
 
 def backend_for_decode(call: DecodeCall, backend: str | None) -> type[MLABackend]:
-    """The backend of one `mla_decode`: under auto the first that does not refuse the call.
+    """The backend of one `mla_decode`: under auto it hands the call on where it does not take it.
 
     Raises:
-        BackendUnavailable: the forced backend, or every backend, refuses.
+        BackendUnavailable: the forced backend refuses, or none is usable on the device.
         ValueError: an unknown name.
     """
-    return _first_willing("decode", call.device, backend, lambda candidate: candidate.decode_refusals(call))
+    return _willing(call.device, backend, lambda candidate: candidate.decode_refusals(call))
 
 
 def backend_for_prefill(call: PrefillCall, backend: str | None) -> type[MLABackend]:
@@ -126,7 +125,7 @@ def backend_for_prefill(call: PrefillCall, backend: str | None) -> type[MLABacke
     Raises:
         BackendUnavailable, ValueError: as `backend_for_decode`.
     """
-    return _first_willing("prefill", call.device, backend, lambda candidate: candidate.prefill_refusals(call))
+    return _willing(call.device, backend, lambda candidate: candidate.prefill_refusals(call))
 
 
 def backend_for_device(device: torch.device, backend: str | None) -> type[MLABackend]:
@@ -138,19 +137,12 @@ def backend_for_device(device: torch.device, backend: str | None) -> type[MLABac
     return _candidates(device, _requested(backend), _flags_off())[0]
 
 
-def _first_willing(
-    kind: str, device: torch.device, backend: str | None, refusals_of: Callable[[type[MLABackend]], list[str]]
-) -> type[MLABackend]:
+def _willing(device: torch.device, backend: str | None, refusals_of: Callable[[type[MLABackend]], list[str]]) -> type[MLABackend]:
     requested = _requested(backend)
-    refusals: list[str] = []
-    for candidate in _candidates(device, requested, _flags_off()):
-        reasons = refusals_of(candidate)
-        if not reasons:
-            return candidate
-        refusals += [f"{candidate.name}: {reason}" for reason in reasons] if requested == "auto" else reasons
-        if requested == "auto":
-            _say_delegated(kind, candidate.name, tuple(reasons))
-    raise BackendUnavailable(requested, refusals)
+    candidates = _candidates(device, requested, _flags_off())
+    if requested != "auto" and (reasons := refusals_of(candidates[0])):
+        raise BackendUnavailable(requested, reasons)
+    return chained(tuple(candidates))
 
 
 def _requested(backend: str | None) -> str:
@@ -200,7 +192,7 @@ def _choose(cfg: MLAConfig, device: torch.device, requested: str, flags_off: tup
     if not usable:
         raise BackendUnavailable("auto", [f"{report.name}: {reason}" for report in reports for reason in report.reasons])
     _say_chosen(usable[0], reports, device)
-    return _delegating(usable[0], usable[1]) if len(usable) > 1 and _refuses(usable[0]) else usable[0]
+    return chained(tuple(usable))
 
 
 @functools.cache
@@ -216,88 +208,12 @@ def _candidates(device: torch.device, requested: str, flags_off: tuple[str, ...]
     return usable
 
 
-def _refuses(backend: type[MLABackend]) -> bool:
-    return any(
-        getattr(backend, name).__func__ is not getattr(MLABackend, name).__func__ for name in ("decode_refusals", "prefill_refusals")
-    )
-
-
-def _delegating(backend: type[MLABackend], fallback: type[MLABackend]) -> type[MLABackend]:
-    """`backend`, but with an impl that hands the calls it must refuse to `fallback`."""
-
-    def willing(kind: str, reasons: list[str]) -> type[MLABackend]:
-        if reasons:
-            _say_delegated(kind, backend.name, tuple(reasons))
-        return fallback if reasons else backend
-
-    class Delegating(backend):  # type: ignore[valid-type, misc]
-        @classmethod
-        def get_impl_cls(cls) -> type[MLAImpl]:
-            impl = backend.get_impl_cls()
-            return type(impl.__name__, (impl,), {"ops": cls})
-
-        @classmethod
-        def mla_decode(
-            cls,
-            q: torch.Tensor,
-            kv_cache: torch.Tensor,
-            meta: MLAMetadata,
-            softmax_scale: float,
-            *,
-            causal: bool,
-            out: torch.Tensor,
-            lse: torch.Tensor | None,
-            k_scale: float | torch.Tensor,
-            num_kv_splits: int | None,
-        ) -> None:
-            call = DecodeCall.of(
-                q, kv_cache, meta, kv_lora_rank=out.shape[2], causal=causal, return_lse=lse is not None, num_kv_splits=num_kv_splits
-            )
-            chosen = willing("decode", backend.decode_refusals(call))
-            chosen.mla_decode(
-                q, kv_cache, meta, softmax_scale, causal=causal, out=out, lse=lse, k_scale=k_scale, num_kv_splits=num_kv_splits
-            )
-
-        @classmethod
-        def mla_prefill(
-            cls,
-            q: torch.Tensor,
-            k: torch.Tensor,
-            v: torch.Tensor,
-            cu_seqlens_q: torch.Tensor,
-            cu_seqlens_k: torch.Tensor,
-            max_seqlen_q: int,
-            max_seqlen_k: int,
-            softmax_scale: float,
-            *,
-            causal: bool,
-            out: torch.Tensor,
-            lse: torch.Tensor | None,
-        ) -> None:
-            chosen = willing("prefill", backend.prefill_refusals(PrefillCall.of(q, v)))
-            chosen.mla_prefill(
-                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal=causal, out=out, lse=lse
-            )
-
-    Delegating.__name__ = Delegating.__qualname__ = backend.__name__
-    return Delegating
-
-
 def _say_chosen(chosen: type[MLABackend], reports: list[BackendReport], device: torch.device) -> None:
     """One line: which backend, and why each better one was refused."""
     refused = list(itertools.takewhile(lambda report: not report.usable, reports))
     because = "".join(f"; {report.name} refused: {', '.join(report.reasons)}" for report in refused)
     expected = any(_registry[report.name].expected_on(device) for report in refused)
-    _log_once(logging.WARNING if expected else logging.INFO, f"using {chosen.get_name()} on {device}{because}")
-
-
-def _say_delegated(kind: str, name: str, reasons: tuple[str, ...]) -> None:
-    _log_once(logging.WARNING, f"a {kind} goes to the next backend, {name} refused it: {', '.join(reasons)}")
-
-
-@functools.cache
-def _log_once(level: int, message: str) -> None:
-    logger.log(level, message)
+    log_once(logging.WARNING if expected else logging.INFO, f"using {chosen.get_name()} on {device}{because}")
 
 
 @functools.cache

@@ -6,6 +6,7 @@ Everything a backend is handed has been validated; outputs are allocated by the 
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -79,6 +80,11 @@ class DecodeCall:
     return_lse: bool
     fixed_splits: bool
 
+    @property
+    def shape(self) -> DecodeCall:
+        """What calls have in common that run the same kernels: without the sizes of the batch and of the cache."""
+        return dataclasses.replace(self, num_tokens=0, batch_size=0, cache_bytes=0)
+
     @classmethod
     def of(
         cls,
@@ -126,6 +132,11 @@ class PrefillCall:
     qk_head_dim: int
     v_head_dim: int
 
+    @property
+    def shape(self) -> PrefillCall:
+        """What calls have in common that run the same kernels."""
+        return self
+
     @classmethod
     def of(cls, q: torch.Tensor, v: torch.Tensor) -> PrefillCall:
         """Described from the arguments of `MLABackend.mla_prefill`."""
@@ -137,6 +148,9 @@ class MLABackend:
 
     name: ClassVar[str]
     """Short name, as in `DUALMLA_BACKEND` and `select_backend(backend=...)`."""
+
+    may_raise: ClassVar[bool] = False
+    """Whether auto survives an exception of the backend: it runs on somebody else's code, and the next backend can take the call."""
 
     absorbs_prefill: ClassVar[bool] = False
     """Whether `mla_decode` takes queries of any length, so that a short prefill may go through it where that is cheaper."""
@@ -181,6 +195,11 @@ class MLABackend:
     @classmethod
     def prefill_refusals(cls, call: PrefillCall) -> list[str]:
         """As `decode_refusals`, for a prefill."""
+        return []
+
+    @classmethod
+    def doubts(cls, call: DecodeCall | PrefillCall) -> list[str]:
+        """Why auto should not hand the backend a call that it does not refuse. A backend that is forced is not asked."""
         return []
 
     @classmethod

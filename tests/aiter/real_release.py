@@ -36,7 +36,8 @@ CASES: list[dict[str, Any]] = [
 def main() -> None:
     device = torch.device("cuda:0")
     reasons = dualmla.AiterMLABackend.not_supported_reasons(dualmla.MLAConfig(num_heads=16, softmax_scale=SCALE), device)
-    aiter = probe.verdict(device).aiter
+    found = probe.usable(device)
+    aiter = None if isinstance(found, str) else found.aiter
     results: list[dict[str, Any]] = []
     for kind in CASES if aiter is not None else []:
         case = Case(**kind)

@@ -1,12 +1,13 @@
 """A stand-in for AITER's `mla_decode_fwd`, one a generation: the real parameters in the real order, the real behaviour, float64 numbers.
 
-It keeps what AITER does and does not do: kernels for one token put row b of the batch whatever `qo_indptr` says, rows without keys
-become NaN, rows of padding are left alone, the tail multiplies cache row 0 by zero, an empty batch divides by zero, memory that
-is not written is NaN, and the scale has its own default. What AITER takes on trust is asserted here.
+It keeps what AITER does and does not do: the first stage of one token puts request b into row b whatever `qo_indptr` says, rows
+without keys become NaN, rows of padding are left alone, the tail multiplies cache row 0 by zero, an empty batch divides by zero,
+memory that is not written is NaN, and the scale has its own default. What AITER takes on trust is asserted here.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import types
 from typing import Any
@@ -84,22 +85,25 @@ def _decode(
         assert num_kv_splits_indptr.tolist() == list(range(0, (batch + 1) * num_kv_splits, num_kv_splits))
     scale = 1 / math.sqrt(576) if sm_scale is None else sm_scale
 
-    lse = torch.full((tokens, heads), float("nan"))
-    for b in range(batch):
+    # first stage: one token a request goes to row b, several to the rows of qo_indptr
+    places = [(b, b + 1) if max_seqlen_q == 1 else tuple(qo_indptr[b : b + 2].tolist()) for b in range(batch)]
+    partial: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for b, (first, last) in enumerate(places):
         ids = kv_indices[kv_indptr[b] : kv_indptr[b + 1]].long()
         keys = kv_buffer[ids, 0, 0].double()
-        first, last = (b, b + 1) if max_seqlen_q == 1 else qo_indptr[b : b + 2].tolist()
         for row in range(first, last):
             seen = len(ids) - (last - row - 1)
             assert row < tokens, f"row {row} of {tokens} is written: out of bounds"
-            if seen <= 0:
-                o[row], lse[row] = float("nan"), float("inf")
-                continue
-            scores = scale * q[row].double() @ keys[:seen].T
-            value = torch.softmax(scores, -1) @ keys[:seen, :512]
+            scores = scale * q[row].double() @ keys[: max(seen, 0)].T
+            value = torch.softmax(scores, -1) @ keys[: max(seen, 0), :512]
             if len(ids) % 64:
                 value = value + 0.0 * kv_buffer[0, 0, 0, :512].double()
-            o[row], lse[row] = value.bfloat16(), torch.logsumexp(scores, -1).float()
+            partial[row] = (value, torch.logsumexp(scores, -1)) if seen > 0 else (value * float("nan"), value[:, 0] + float("inf"))
+    # second stage: by qo_indptr
+    lse = torch.full((tokens, heads), float("nan"))
+    for first, last in itertools.pairwise(range(batch + 1) if qo_indptr is None else qo_indptr.tolist()):
+        for row in range(first, last):
+            o[row], lse[row] = partial[row][0].bfloat16(), partial[row][1].float()
     if generation < "S6" or num_kv_splits == 1:
         lse = torch.full_like(lse, 12345.0)  # memory that nobody wrote
     return lse if return_lse or generation < "S4" else None

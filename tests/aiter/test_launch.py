@@ -48,6 +48,7 @@ def test_head_counts_are_repeated_to_one_that_has_a_kernel(heads: int, query_len
         ([0, 0], [1, 1], 0),
         ([9, 7, 5], [1, 0, 1], 0),  # no query: a kernel for one token would misplace the rows after it
         ([9, 7, 5], [0, 0, 1], 2),
+        ([9, 7], [1, 0], 0),  # fewer rows than requests
         ([9, 7], [1, 1], 3),  # rows of padding
         ([9, 70, 66], [4, 1, 2], 0),  # ragged
         ([9, 70, 66], [3, 0, 2], 2),

@@ -61,7 +61,7 @@ def rocm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], torch.devi
 
 
 def _forget_choices() -> None:
-    for cached in (selection._choose, selection._candidates, selection._log_once):
+    for cached in (selection._choose, selection._candidates, selection.log_once, probe.device_arch):
         cached.cache_clear()
 
 
@@ -154,9 +154,9 @@ def test_an_aiter_that_works_is_used(install: Callable[..., Path], rocm: Callabl
     device = rocm("gfx942")
     assert AiterMLABackend.not_supported_reasons(CFG, device) == []
     assert AiterMLABackend.expected_on(device)
-    found = probe.verdict(device).aiter
-    assert found is not None
-    assert (found.signature.generation, found.version) == ("S2", "9.9.9")
+    found = probe.usable(device)
+    assert isinstance(found, probe.Usable)
+    assert (found.aiter.signature.generation, found.aiter.version, found.arch) == ("S2", "9.9.9", "gfx942")
     assert select_backend(CFG, device).get_name() == "ROCM_AITER_MLA"
     (reason,) = AiterMLABackend.not_supported_reasons(MLAConfig(num_heads=192, softmax_scale=0.1), device)
     assert "num_heads is 192" in reason
@@ -169,17 +169,16 @@ def test_calls_that_it_refuses_go_to_the_next_under_auto_alone(
     device = rocm("gfx942")
     call = PrefillCall(device, torch.bfloat16, 16, 192, 128)
     reason = "AITER 9.9.9 has no flash_attn_varlen_func that takes softmax_scale, causal and return_lse by name"
-    assert selection.backend_for_prefill(call, "auto") is TritonMLABackend
-    assert f"a prefill goes to the next backend, aiter refused it: {reason}" in caplog.messages
     with pytest.raises(BackendUnavailable, match=reason):
         selection.backend_for_prefill(call, "aiter")
-    impl = select_backend(CFG, device).get_impl_cls()
     handed: list[object] = []
-    q, v, cu = torch.zeros(1, 16, 192, device="meta"), torch.zeros(1, 16, 128, device="meta"), torch.zeros(2)
+    q, v, cu = torch.zeros(1, 16, 192, dtype=torch.bfloat16), torch.zeros(1, 16, 128, dtype=torch.bfloat16), torch.zeros(2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TritonMLABackend, "mla_prefill", lambda *given, **rest: handed.append(given))
-        impl.ops.mla_prefill(q, q, v, cu, cu, 1, 1, 0.1, causal=True, out=v, lse=None)
-    assert len(handed) == 1
+        for ops in (select_backend(CFG, device).get_impl_cls().ops, selection.backend_for_prefill(call, "auto")):
+            ops.mla_prefill(q, q, v, cu, cu, 1, 1, 0.1, causal=True, out=v, lse=None)
+    assert len(handed) == 2
+    assert "a prefill goes to the next backend, aiter refused it: the device is of type cpu" in caplog.text
 
 
 def test_an_import_that_fails_here_alone_is_undone(

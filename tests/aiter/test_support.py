@@ -16,8 +16,8 @@ from dualmla.backends.aiter.support import (
     ARCHS,
     NON_PERSISTENT,
     LaunchShape,
-    call_refusals,
     config_refusals,
+    decode_shape,
     launch_shape,
     prefill_refusals,
 )
@@ -43,7 +43,9 @@ CALL = DecodeCall(
 
 
 def refusals(generation: str = "S2", arch: str = "gfx942", **changed: Any) -> list[str]:
-    return call_refusals(dataclasses.replace(CALL, **changed), describe(stand_in.PACKAGE, stand_in.module(generation), "").signature, arch)
+    signature = describe(stand_in.PACKAGE, stand_in.module(generation), "").signature
+    shape = decode_shape(dataclasses.replace(CALL, **changed), signature, arch)
+    return shape if isinstance(shape, list) else []
 
 
 @pytest.mark.parametrize("generation", stand_in.GENERATIONS)
@@ -105,7 +107,9 @@ def test_the_table_leaves_no_generation_or_arch_out() -> None:
     ],
 )
 def test_the_smallest_kernel_that_holds_the_heads(generation: str, arch: str, heads: int, shape: LaunchShape) -> None:
-    assert launch_shape(describe(stand_in.PACKAGE, stand_in.module(generation), "").signature, arch, heads) == shape
+    signature = describe(stand_in.PACKAGE, stand_in.module(generation), "").signature
+    assert launch_shape(signature, arch, heads) == shape
+    assert decode_shape(dataclasses.replace(CALL, num_heads=heads), signature, arch) == shape
 
 
 def test_what_a_config_is_refused_for() -> None:

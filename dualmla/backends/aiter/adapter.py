@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+
 import torch
 
 from dualmla.attention import MLAImpl
-from dualmla.backends.aiter import launch, prefill, probe, support
+from dualmla.backends.aiter import certificate, launch, prefill, probe, support
 from dualmla.backends.base import BackendUnavailable, DecodeCall, MLABackend, PrefillCall
 from dualmla.config import MLAConfig
 from dualmla.metadata import MLAMetadata
+
+logger = logging.getLogger("dualmla")
 
 
 class AiterMLABackend(MLABackend):
     """AITER's `mla_decode_fwd` on gfx942 and gfx950, for the shapes its release does right."""
 
     name = "aiter"
+    may_raise = True
 
     @staticmethod
     def get_name() -> str:
@@ -27,12 +33,10 @@ class AiterMLABackend(MLABackend):
     @classmethod
     def not_supported_reasons(cls, cfg: MLAConfig | None, device: torch.device) -> list[str]:
         """As `MLABackend.not_supported_reasons`. The device is asked first: elsewhere AITER is not even looked for."""
-        if refusal := probe.device_refusal(device):
-            return [refusal]
-        verdict = probe.verdict(device)
-        if verdict.aiter is None:
-            return [verdict.reason]
-        return [] if cfg is None else support.config_refusals(cfg, verdict.aiter.signature, probe.device_arch(device))
+        found = probe.usable(device)
+        if isinstance(found, str):
+            return [found]
+        return [] if cfg is None else support.config_refusals(cfg, found.aiter.signature, found.arch)
 
     @classmethod
     def expected_on(cls, device: torch.device) -> bool:
@@ -42,20 +46,27 @@ class AiterMLABackend(MLABackend):
     @classmethod
     def decode_refusals(cls, call: DecodeCall) -> list[str]:
         """As `MLABackend.decode_refusals`, from the support table of the release that is installed."""
-        if refusal := probe.device_refusal(call.device):
-            return [refusal]
-        verdict = probe.verdict(call.device)
-        if verdict.aiter is None:
-            return [verdict.reason]
-        return support.call_refusals(call, verdict.aiter.signature, probe.device_arch(call.device))
+        found = probe.usable(call.device)
+        if isinstance(found, str):
+            return [found]
+        shape = support.decode_shape(call, found.aiter.signature, found.arch)
+        return shape if isinstance(shape, list) else []
 
     @classmethod
     def prefill_refusals(cls, call: PrefillCall) -> list[str]:
         """As `MLABackend.prefill_refusals`."""
-        if refusal := probe.device_refusal(call.device):
-            return [refusal]
-        verdict = probe.verdict(call.device)
-        return [verdict.reason] if verdict.aiter is None else support.prefill_refusals(call, verdict.aiter)
+        found = probe.usable(call.device)
+        return [found] if isinstance(found, str) else support.prefill_refusals(call, found.aiter)
+
+    @classmethod
+    def doubts(cls, call: DecodeCall | PrefillCall) -> list[str]:
+        """As `MLABackend.doubts`: what the certificate of this machine says, if there is one."""
+        found = _usable(call.device)
+        standing = certificate.in_force(certificate.Machine.here(found.aiter, found.arch))
+        doubts = certificate.doubts(call, standing)
+        if isinstance(standing, str) and not doubts:
+            _say_uncertified(standing)
+        return doubts
 
     @classmethod
     def mla_decode(
@@ -79,15 +90,13 @@ class AiterMLABackend(MLABackend):
         call = DecodeCall.of(
             q, kv_cache, meta, kv_lora_rank=out.shape[2], causal=causal, return_lse=lse is not None, num_kv_splits=num_kv_splits
         )
-        if reasons := cls.decode_refusals(call):
-            raise BackendUnavailable(cls.name, reasons)
-        aiter = probe.verdict(q.device).aiter
-        assert aiter is not None  # a reason above
-        shape = support.launch_shape(aiter.signature, probe.device_arch(q.device), call.num_heads)
-        assert shape is not None  # likewise
+        found = _usable(q.device)
+        shape = support.decode_shape(call, found.aiter.signature, found.arch)
+        if isinstance(shape, list):
+            raise BackendUnavailable(cls.name, shape)
         units = torch.cuda.get_device_properties(q.device).multi_processor_count
         launch.decode(
-            aiter, shape, q, kv_cache, meta, softmax_scale,
+            found.aiter, shape, q, kv_cache, meta, softmax_scale,
             causal=causal, out=out, lse=lse, compute_units=units, captured=torch.cuda.is_current_stream_capturing(),
         )  # fmt: skip
 
@@ -121,13 +130,13 @@ class AiterMLABackend(MLABackend):
         Raises:
             BackendUnavailable: AITER must not be asked for this call; nothing was launched.
         """
-        if reasons := cls.prefill_refusals(PrefillCall.of(q, v)):
+        found = _usable(q.device)
+        reasons = support.prefill_refusals(PrefillCall.of(q, v), found.aiter)
+        if reasons or found.aiter.attention is None:
             raise BackendUnavailable(cls.name, reasons)
-        aiter = probe.verdict(q.device).aiter
-        assert aiter is not None and aiter.attention is not None  # noqa: PT018 - reasons above
         with torch.cuda.device(q.device):
             prefill.prefill(
-                aiter.attention, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale,
+                found.aiter.attention, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale,
                 causal=causal, out=out, lse=lse,
             )  # fmt: skip
 
@@ -168,3 +177,15 @@ class AiterMLAImpl(MLAImpl):
     """The shared forward over AITER's decode."""
 
     ops = AiterMLABackend
+
+
+def _usable(device: torch.device) -> probe.Usable:
+    found = probe.usable(device)
+    if isinstance(found, str):
+        raise BackendUnavailable(AiterMLABackend.name, [found])
+    return found
+
+
+@functools.cache
+def _say_uncertified(why: str) -> None:
+    logger.warning("AITER is used as far as the support table goes, uncertified: %s", why)

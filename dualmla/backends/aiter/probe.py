@@ -9,6 +9,7 @@ nothing is tried twice in a process.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -29,16 +30,16 @@ HOW_TO_INSTALL = "install `dualmla[aiter]`, or AITER's own wheel for your ROCm"
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What became of AITER in this process.
+class Usable:
+    """AITER, imported, and what it runs on.
 
     Attributes:
-        aiter: the imported AITER, None where it can't be used.
-        reason: one sentence, empty where it can.
+        aiter: the release.
+        arch: such as "gfx942".
     """
 
-    aiter: Aiter | None
-    reason: str = ""
+    aiter: Aiter
+    arch: str
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Installed:
     version: str
 
 
+@functools.cache
 def device_arch(device: torch.device) -> str:
     """Such as "gfx942"; empty where the device is not a ROCm GPU. `torch.cuda.is_available()` would be no gate: CUDA has it too."""
     if device.type != "cuda" or torch.version.hip is None:
@@ -92,38 +94,40 @@ def find_aiter() -> Installed | str:
 
 
 _lock = threading.Lock()
-_verdict: Verdict | None = None
+_verdict: Aiter | str | None = None  # None: not found out yet; a string: why it can't be used
 
 
-def verdict(device: torch.device) -> Verdict:
-    """Whether AITER can be used, found out once; `device` is one that `device_refusal` accepts.
+def usable(device: torch.device) -> Usable | str:
+    """AITER on `device`, or the one sentence that says why not. The device is asked each time, AITER is tried once in a process.
 
     Raises:
         ValueError: `DUALMLA_PROBE_TIMEOUT` is not a number of seconds.
     """
     global _verdict  # noqa: PLW0603 - one process, one verdict
+    if refusal := device_refusal(device):
+        return refusal
     with _lock:
         if _verdict is None:
             _verdict = _find_out(device)
-        return _verdict
+    return _verdict if isinstance(_verdict, str) else Usable(_verdict, device_arch(device))
 
 
-def _find_out(device: torch.device) -> Verdict:
+def _find_out(device: torch.device) -> Aiter | str:
     installed = find_aiter()
     if isinstance(installed, str):
-        return Verdict(None, installed)
+        return installed
     called = f"AITER {installed.version}"
     if failure := trial.run(installed.package, device):
-        return Verdict(None, f"{called} {failure}")
+        return f"{called} {failure}"
     try:
         with undone_on_failure(installed.package):
-            return Verdict(describe(importlib.import_module("aiter"), importlib.import_module("aiter.mla"), installed.version))
+            return describe(importlib.import_module("aiter"), importlib.import_module("aiter.mla"), installed.version)
     except UnknownSignature as error:
-        return Verdict(None, f"{called} can't be used: {error}")
+        return f"{called} can't be used: {error}"
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit is one of the ways it fails
-        return Verdict(None, f"{called} passed its trial in a subprocess, yet can't be imported here: {trial.described(error)}")
+        return f"{called} passed its trial in a subprocess, yet can't be imported here: {trial.described(error)}"
 
 
 @contextlib.contextmanager

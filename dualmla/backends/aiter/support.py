@@ -79,8 +79,8 @@ def config_refusals(cfg: MLAConfig, signature: Signature, arch: str) -> list[str
     return reasons + _dtype_refusals(cfg.dtype, cfg.cache_dtype) + _head_refusals(signature, arch, cfg.num_heads)
 
 
-def call_refusals(call: DecodeCall, signature: Signature, arch: str) -> list[str]:
-    """Why this decode can't be done; empty where it can."""
+def decode_shape(call: DecodeCall, signature: Signature, arch: str) -> LaunchShape | list[str]:
+    """How this decode is put to AITER, or every reason why it can't be."""
     reasons = []
     if (call.kv_lora_rank, call.qk_rope_head_dim) != (512, 64):
         reasons.append(f"kv_lora_rank and qk_rope_head_dim are {call.kv_lora_rank} and {call.qk_rope_head_dim}; AITER has 512 and 64 alone")
@@ -101,15 +101,15 @@ def call_refusals(call: DecodeCall, signature: Signature, arch: str) -> list[str
     if call.fixed_splits:
         reasons.append("num_kv_splits is fixed; AITER does not promise a row the same bits alone and in a batch, the triton backend does")
     shape = launch_shape(signature, arch, call.num_heads)
-    if (
-        shape is not None
-        and partial_bytes(max(call.num_tokens, call.batch_size), shape.heads, splits=2 if call.return_lse else 1) > PARTIAL_LIMIT
-    ):
+    if shape is None:
+        return reasons
+    rows, splits = max(call.num_tokens, call.batch_size), 2 if call.return_lse else 1
+    if partial_bytes(rows, shape.heads, splits=splits) > PARTIAL_LIMIT:
         reasons.append(
             f"{call.num_tokens} query tokens of {shape.heads} heads need more than {PARTIAL_LIMIT >> 30} GiB of partial results: "
             "decode fewer at a time"
         )
-    return reasons
+    return reasons or shape
 
 
 def prefill_refusals(call: PrefillCall, aiter: Aiter) -> list[str]:
