@@ -79,8 +79,8 @@ def test_each_tile_of_each_request_is_done_once(lengths: list[int], shape: PlanS
 def test_scratch_is_bounded_by_the_programs(lengths: list[int], shape: PlanShape) -> None:
     """Whatever the lengths: that bound sizes a captured graph's scratch."""
     plan = plan_of(lengths, shape)
-    assert plan.slots == max(2 * (shape.parts - 1), 1)
-    assert int(plan.pieces[:, 3].max()) < plan.slots
+    assert plan.slots == 2 * (shape.parts - 1)
+    assert int(plan.pieces[:, 3].max()) < max(plan.slots, 1), "-1 where nothing is split, as for a single program"
     assert plan.pieces.shape[0] == len(lengths) + shape.parts
 
 

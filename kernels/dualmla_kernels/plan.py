@@ -86,7 +86,7 @@ def allocate_plan(num_reqs: int, shape: PlanShape, device: torch.device) -> Spli
     pieces_of_part = torch.empty(shape.parts + 1, dtype=torch.int32, device=device)
     pieces = torch.empty(num_reqs + shape.parts, 4, dtype=torch.int32, device=device)
     splits = torch.empty(_most_splits(num_reqs, shape.parts), 3, dtype=torch.int32, device=device)
-    return SplitPlan(pieces_of_part, pieces, splits, slots=max(2 * (shape.parts - 1), 1), tile=shape.tile)
+    return SplitPlan(pieces_of_part, pieces, splits, slots=2 * (shape.parts - 1), tile=shape.tile)
 
 
 def balanced_plan(seq_lens: torch.Tensor, shape: PlanShape, out: SplitPlan | None = None) -> SplitPlan:
