@@ -108,13 +108,18 @@ def launch_plan(seq_lens: torch.Tensor, shape: PlanShape, out: SplitPlan) -> Non
     launch(
         _plan, (plan_blocks(num_reqs, shape.parts),), seq_lens.device,
         seq_lens, num_reqs, num_reqs, shape.parts, out.pieces_of_part, out.pieces, out.splits,
-        TILE=shape.tile, PARTS=triton.next_power_of_2(shape.parts), BLOCK=BLOCK, num_warps=4,
+        TILE=shape.tile, PARTS=parts_padded(shape.parts), BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
 
 
 def plan_blocks(num_reqs: int, parts: int) -> int:
     """Programs that work out a balanced plan."""
     return -(-(num_reqs + parts) // BLOCK)
+
+
+def parts_padded(parts: int) -> int:
+    """`parts` rounded up to a power of two."""
+    return 1 << (parts - 1).bit_length()
 
 
 def fixed_plan(seq_lens: torch.Tensor, *, splits: int, tile: int) -> SplitPlan:
