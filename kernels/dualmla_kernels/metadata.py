@@ -23,7 +23,8 @@ import triton
 import triton.language as tl
 
 from dualmla_kernels.launch import launch
-from dualmla_kernels.plan import BLOCK, SplitPlan, parts_padded, plan_block, plan_blocks
+from dualmla_kernels.plan import SplitPlan, parts_padded, plan_blocks
+from dualmla_kernels.plan_kernel import BLOCK, plan_block
 
 PAGE_BLOCK = 4096
 TOKEN_BLOCK = 32
