@@ -14,6 +14,7 @@ from dualmla.graph import DecodeGraphs, MLAGraphState
 from dualmla.metadata import MLAMetadata, MLAMetadataBuilder, decode_metadata
 from dualmla.ops import concat_and_cache_mla, gather_kv_cache, merge_attn_states, mla_decode, mla_prefill
 from dualmla.selection import explain, is_aiter_mla_enabled, register_backend, select_backend
+from dualmla.warmup import warmup, workspace_bytes
 
 __version__ = "0.1.0"
 
@@ -43,4 +44,6 @@ __all__ = [
     "mla_prefill",
     "register_backend",
     "select_backend",
+    "warmup",
+    "workspace_bytes",
 ]

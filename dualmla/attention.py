@@ -143,8 +143,7 @@ class MLAImpl:
         check_tensor("w_uk", w_uk, rank=3, dtypes=(cfg.dtype,), device=None, shape=shape_uk, dense=False)
         check_tensor("w_uv", w_uv, rank=3, dtypes=(cfg.dtype,), device=w_uk.device, shape=shape_uv, dense=False)
         if context_workspace_tokens is None:
-            numbers = cfg.latent_dim + cfg.num_heads * (cfg.qk_head_dim + cfg.v_head_dim)
-            context_workspace_tokens = max(WORKSPACE_BYTES // (numbers * cfg.dtype.itemsize), 1)
+            context_workspace_tokens = default_workspace_tokens(cfg)
         if not isinstance(context_workspace_tokens, int) or context_workspace_tokens < 1:
             raise ValueError(f"context_workspace_tokens must be None or an int of at least 1, got {context_workspace_tokens!r}")
         self.cfg = cfg
@@ -300,6 +299,12 @@ class MLAImpl:
         torch.bmm(rows, self.w_uv, out=v.transpose(0, 1))
         k[..., cfg.qk_nope_head_dim :] = k_pe[:, None]
         return k, v
+
+
+def default_workspace_tokens(cfg: MLAConfig) -> int:
+    """Context tokens that are up-projected at a time: as many as `WORKSPACE_BYTES` hold."""
+    numbers = cfg.latent_dim + cfg.num_heads * (cfg.qk_head_dim + cfg.v_head_dim)
+    return max(WORKSPACE_BYTES // (numbers * cfg.dtype.itemsize), 1)
 
 
 def absorbed_is_cheaper(cfg: MLAConfig, query_lens: list[int], context_lens: list[int]) -> bool:

@@ -259,6 +259,16 @@ def plan_shape(num_heads: int, max_query_len: int, dtype: torch.dtype, device: t
     return PlanShape(parts=max(config.programs // groups, 1), tile=config.block_n)
 
 
+def scratch_bytes(num_heads: int, max_query_len: int, num_reqs: int, kv_lora_rank: int, dtype: torch.dtype, device: torch.device) -> int:
+    """The most that a decode with a balanced plan takes beside its arguments, whatever its lengths: partial results and plan.
+
+    A program splits at most two requests, the first and the last of its share: two partial results of `block_m` rows.
+    """
+    config = decode_config(_config_rows(num_heads, max_query_len, None), dtype, device)
+    partial = 2 * config.programs * config.block_m * (kv_lora_rank + 1) * 4
+    return partial + (num_reqs + config.programs) * (4 + 3 + 1) * 4
+
+
 def _config_rows(num_heads: int, max_query_len: int, num_kv_splits: int | None) -> int:
     """Rows that the configuration is chosen by. A fixed split promises a row the same bits whatever else is in the batch."""
     return num_heads * (max_query_len if num_kv_splits is None else 1)
