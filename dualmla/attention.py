@@ -43,6 +43,8 @@ class AttentionOps(Protocol):
     @property
     def absorbs_prefill(self) -> bool: ...
 
+    def check_forward(self, cfg: MLAConfig, kv_cache: torch.Tensor, meta: MLAMetadata) -> None: ...
+
     def mla_decode(
         self,
         q: torch.Tensor,
@@ -185,7 +187,8 @@ class MLAImpl:
             [T, num_heads * v_head_dim].
 
         Raises:
-            ValueError, TypeError: naming the argument; nothing is written then.
+            ValueError, TypeError: naming the argument; nothing is written then, and neither when
+            BackendUnavailable: a forced backend can't do this batch.
         """
         if torch.compiler.is_compiling():
             if output is None:
@@ -209,6 +212,7 @@ class MLAImpl:
             check_tensor("output", output, rank=2, dtypes=(cfg.dtype,), device=device, shape=(tokens, width))
             check_written("output", output)
         scale = check_k_scale(k_scale, device)
+        self.ops.check_forward(cfg, kv_cache, meta)
 
         self.ops.concat_and_cache_mla(kv_c, k_pe, kv_cache, meta.slot_mapping, k_scale=scale)
         decodes, prefills = meta.decode_metadata, meta.prefill_metadata
