@@ -40,6 +40,7 @@ class DecodeCase:
         page_size: tokens a page.
         dtype, kv_cache_dtype: of q and of the cache; None: the same.
         softmax_scale, causal, num_kv_splits, k_scale: as in `mla_decode`.
+        return_lse: the LSE is asked for and judged; AITER has releases that can't give it.
         kv_lora_rank, qk_rope_head_dim: the two parts of a latent row.
         data: what the numbers are.
         first_page: pages below it are never touched; a large one puts the live pages past 2^31 elements.
@@ -59,6 +60,7 @@ class DecodeCase:
     causal: bool = True
     num_kv_splits: int | None = None
     k_scale: float | None = None
+    return_lse: bool = True
     kv_lora_rank: int = 512
     qk_rope_head_dim: int = 64
     data: Data = "normal"
@@ -100,7 +102,17 @@ class DecodeCase:
         if self.data != "normal":
             parts.append(self.data)
         defaults = DecodeCase()
-        for name in ("padding_tokens", "causal", "num_kv_splits", "k_scale", "kv_lora_rank", "first_page", "shared_pages", "strided"):
+        for name in (
+            "padding_tokens",
+            "causal",
+            "num_kv_splits",
+            "k_scale",
+            "return_lse",
+            "kv_lora_rank",
+            "first_page",
+            "shared_pages",
+            "strided",
+        ):
             if getattr(self, name) != getattr(defaults, name):
                 parts.append(f"{name}={getattr(self, name)}")
         return "-".join(parts)
@@ -184,8 +196,8 @@ def lay_out_decode(values: DecodeValues, device: torch.device | str = "cpu", *, 
     return DecodeInputs(case, _moved(q, device), _moved(kv_cache, device), meta, _moved(out, device))
 
 
-def run_decode(inputs: DecodeInputs, backend: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """`mla_decode` on a case with everything the backend allocates full of NaN; returns (out, lse)."""
+def run_decode(inputs: DecodeInputs, backend: str | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`mla_decode` on a case with everything the backend allocates full of NaN; returns out and lse, None where it is not asked for."""
     case = inputs.case
     with poisoned_allocations():
         result = mla_decode(
@@ -195,13 +207,12 @@ def run_decode(inputs: DecodeInputs, backend: str | None = None) -> tuple[torch.
             case.softmax_scale,
             causal=case.causal,
             out=inputs.out,
-            return_lse=True,
+            return_lse=case.return_lse,
             k_scale=case.k_scale,
             num_kv_splits=case.num_kv_splits,
             backend=backend,
         )
-    out, lse = result
-    return out, lse
+    return result if isinstance(result, tuple) else (result, None)
 
 
 @contextlib.contextmanager

@@ -145,11 +145,10 @@ class AiterMLABackend(MLABackend):
         reasons = support.prefill_refusals(PrefillCall.of(q, v), found.aiter)
         if reasons or found.aiter.attention is None:
             raise BackendUnavailable(cls.name, reasons)
-        with torch.cuda.device(q.device):
-            prefill.prefill(
-                found.aiter.attention, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale,
-                causal=causal, out=out, lse=lse,
-            )  # fmt: skip
+        prefill.prefill(
+            found.aiter.attention, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale,
+            causal=causal, out=out, lse=lse,
+        )  # fmt: skip
 
     @classmethod
     def gather_kv_cache(

@@ -9,6 +9,7 @@ go by keyword. What is not left to it, each seen by running its kernels in an em
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +55,8 @@ def prefill(
             causal,
             lse is not None,
         )
-        returned = attention(**dict(zip(PASSED, given, strict=True)))
+        with torch.cuda.device(q.device) if q.device.type == "cuda" else contextlib.nullcontext():
+            returned = attention(**dict(zip(PASSED, given, strict=True)))
         part, part_lse = returned[:2] if isinstance(returned, tuple | list) else (returned, None)
         out[:, group] = part.masked_fill(blind[:, None, None], 0.0)
         if lse is not None:
