@@ -116,13 +116,18 @@ def test_buffers_live_where_attention_runs(device: torch.device) -> None:
 
 
 def test_captured_metadata_is_all_padding(device: torch.device) -> None:
-    meta, buffers = capture(state_for(device, max_query_len=3), 4)
+    """The first time, and when a batch was prepared in its memory."""
+    state = state_for(device, max_query_len=3)
+    capture(state, 4)
+    state.prepare_graph_input_buffers(capture(state, 8)[1], build(device, [9] * 8))
+    meta, buffers = capture(state, 4)
     assert (meta.num_reqs, meta.num_tokens, meta.max_query_len, meta.num_decodes) == (4, 12, 3, 4)
     assert meta.decode_metadata is meta
     assert meta.prefill_metadata is None
     assert not buffers["seq_lens"].any()
     assert not buffers["qo_indptr"].any()
     assert (buffers["slot_mapping"] == -1).all()
+    assert_prepared(buffers, build(device, []), 3)
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
