@@ -440,3 +440,22 @@ def test_two_streams_at_once(device: torch.device) -> None:
     torch.cuda.synchronize()
     for layer, expected in zip(layers, alone, strict=True):
         assert torch.equal(layer.out[:8].view(torch.int16), expected.view(torch.int16))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tensors_on_another_device_than_the_current_one() -> None:
+    """Built, captured, replayed and moved on where the tensors are."""
+    other = torch.device("cuda", 1)
+    assert torch.cuda.current_device() == 0
+    state, layer = state_for(other, 16), Layer(other, 16, 8)
+    layer.new_queries()
+    graphs = DecodeGraphs(state, [8], layer.decode)
+    live = build(other, [600, 1, 30], page_size=16)
+    out = graphs.replay(live)[0].clone()
+    expected = layer.decode(padded(other, live, 8, 1))[0]
+    assert torch.equal(out.view(torch.int16), expected.view(torch.int16))
+    token = torch.zeros(3, dtype=torch.int64, device=other)
+    advance_step(live, token, token.clone(), token.clone())
+    assert live.seq_lens.tolist() == [601, 2, 31]
+    assert torch.cuda.current_device() == 0
