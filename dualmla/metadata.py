@@ -325,19 +325,6 @@ def decode_metadata(
     return describe(buffers, block_table, seq_lens, query_lens, counts)
 
 
-def pack_page_ids(block_table: torch.Tensor, paged_kv_indptr: torch.Tensor) -> torch.Tensor:
-    """The live page ids of each request one after another, int32; the last entry of the result is a dump, never read.
-
-    Without a wait for the device: every entry of the table is scattered, the dead ones into the dump.
-    """
-    num_reqs, max_pages = block_table.shape
-    out = torch.zeros(num_reqs * max_pages + 1, dtype=torch.int32, device=block_table.device)
-    column = torch.arange(max_pages, device=block_table.device)
-    first, last = paged_kv_indptr[:-1, None].long(), paged_kv_indptr[1:, None].long()
-    target = torch.where(first + column < last, first + column, out.shape[0] - 1)
-    return out.scatter_(0, target.flatten(), block_table.flatten())
-
-
 def describe(
     buffers: MetadataBuffers,
     block_table: torch.Tensor,

@@ -18,6 +18,10 @@ PROMPT = 64
 """New tokens of the prefills that `warmup` runs, beyond those of a decode: long enough to go the way of prefills."""
 
 
+SMALL_TENSORS = 2**16
+"""Index tensors of the pieces of context, and what an allocator rounds up: a few hundred bytes each."""
+
+
 def warmup(
     cfg: MLAConfig, device: torch.device | str, batch_sizes: Sequence[int], *, max_query_len: int = 1, backend: str | None = None
 ) -> None:
@@ -136,4 +140,4 @@ def workspace_bytes(
     pieces = max(tokens, chunk) * up_projected + chunk * up_projected + max(tokens, chunk) * product + 2 * chunk * cfg.latent_dim * size
     # the new tokens that are keys, the running state in fp32, the part of a piece, and an LSE for each of them
     states = tokens * (8 + heads * (cfg.v_head_dim * (4 + size) + 3 * 4)) + tokens * cfg.latent_dim * size
-    return max(decode, pieces + states)
+    return max(decode, pieces + states) + SMALL_TENSORS
