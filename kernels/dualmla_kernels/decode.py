@@ -21,7 +21,8 @@ The last dimension is dense everywhere, other strides are arguments; offsets are
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 import triton
@@ -69,7 +70,7 @@ def _attend_tile(
         k_tile = (kv_ptr + page * page_stride + (t * BN + row) % PAGE * SLOT)[:, None]
         k_row = 0
     s = tl.zeros([BM, BN], tl.float32)
-    k = ()
+    k: tl.tuple = ()
     for i in tl.static_range(SLICES):
         k += (tl.load(k_tile + (k_row + (i * DS + od)[None, :])).to(dtype),)
         s = dot(q[i], tl.trans(k[i]), s, EXACT)
@@ -88,7 +89,7 @@ def _attend_tile(
     p = tl.exp2(s * c - _finite(m_new, MASKED)[:, None])
     l += tl.sum(p, 1)
     p = cast(p, dtype, EXACT)
-    next_acc = ()
+    next_acc: tl.tuple = ()
     for i in tl.static_range(SLICES):
         next_acc += (dot(p, k[i], acc[i], EXACT),)
     return m_new, l, next_acc
@@ -98,7 +99,7 @@ def _attend_tile(
 def _rescale(m, m_new, l, acc, SLICES: tl.constexpr, MASKED: tl.constexpr):
     """`l` and `acc`, relative to 2^m, relative to 2^m_new."""
     a = tl.exp2(m - _finite(m_new, MASKED))
-    scaled = ()
+    scaled: tl.tuple = ()
     for i in tl.static_range(SLICES):
         scaled += (acc[i] * a[:, None],)
     return l * a, scaled
@@ -155,8 +156,8 @@ def _decode(
             end_tile = first_tile
 
         q_row = q_ptr + (first_token + token).to(tl.int64) * q_token_stride + head.to(tl.int64) * q_head_stride
-        q = ()
-        acc = ()
+        q: tl.tuple = ()
+        acc: tl.tuple = ()
         for i in tl.static_range(SLICES):
             q += (tl.load(q_row[:, None] + (i * (D // SLICES) + od)[None, :], mask=live[:, None], other=0.0),)
             acc += (tl.zeros([BM, D // SLICES], tl.float32),)
@@ -257,18 +258,20 @@ class DecodeConfig:
         block_n: keys a tile.
         slices: the latent row is held in as many slices of columns.
         stages: tiles of keys under way.
-        warps: of a program; waves of 64 lanes on AMD.
         lazy: whether the accumulator is rescaled only when a maximum has grown by 2^SLACK.
         programs: for the whole device.
+        warps: of a program; waves of 64 lanes on AMD.
+        options: of the compiler for AMD.
     """
 
     block_m: int
     block_n: int
     slices: int
     stages: int
-    warps: int
     lazy: bool
     programs: int
+    warps: int
+    options: Mapping[str, int] = field(default_factory=dict)
 
 
 def decode_config(rows: int, dtype: torch.dtype, device: torch.device) -> DecodeConfig:
@@ -277,17 +280,18 @@ def decode_config(rows: int, dtype: torch.dtype, device: torch.device) -> Decode
     wide = rows > 16
     if target.platform == "cpu":
         # four programs, so that split rows are met in small tests too; the two sizes show both ways to rescale
-        return DecodeConfig(64 if wide else 16, 64, slices=2 if wide else 1, stages=1, warps=1, lazy=wide, programs=4)
+        return DecodeConfig(64 if wide else 16, 64, slices=2 if wide else 1, stages=1, lazy=wide, programs=4, warps=1)
     if target.platform == "hip":
+        options = {"matrix_instr_nonkdim": 16}
         if wide:
-            return DecodeConfig(64, 32, slices=2, stages=1, warps=4, lazy=True, programs=target.processors)
+            return DecodeConfig(64, 32, slices=2, stages=1, lazy=True, programs=target.processors, warps=4, options=options)
         # a wave alone multiplies nothing twice and waits for nobody; four of them keep a compute unit's memory busy
-        return DecodeConfig(16, 16, slices=2, stages=1, warps=1, lazy=False, programs=4 * target.processors)
+        return DecodeConfig(16, 16, slices=2, stages=1, lazy=False, programs=4 * target.processors, warps=1, options=options)
     if dtype == torch.float32:
-        return DecodeConfig(16, 32, slices=1, stages=2, warps=4, lazy=False, programs=target.processors)
+        return DecodeConfig(16, 32, slices=1, stages=2, lazy=False, programs=target.processors, warps=4)
     if wide:
-        return DecodeConfig(64, 64, slices=1, stages=2, warps=8, lazy=False, programs=target.processors)
-    return DecodeConfig(16, 64, slices=1, stages=3, warps=8, lazy=False, programs=target.processors)
+        return DecodeConfig(64, 64, slices=1, stages=2, lazy=False, programs=target.processors, warps=8)
+    return DecodeConfig(16, 64, slices=1, stages=3, lazy=False, programs=target.processors, warps=8)
 
 
 def plan_decode(
@@ -379,7 +383,7 @@ def mla_decode(
         q.stride(0), q.stride(1), kv_cache.stride(0), out.stride(0), out.stride(1), *lse_strides,
         H=heads, D=rank, R=rope, R_PADDED=triton.next_power_of_2(rope), PAGE=kv_cache.shape[1], SLOT=kv_cache.stride(1), CAUSAL=causal,
         BM=config.block_m, BN=config.block_n, SLICES=config.slices, STAGES=config.stages, LAZY=config.lazy,
-        EXACT=exact, num_warps=config.warps,
+        EXACT=exact, num_warps=config.warps, **config.options,
     )  # fmt: skip
     # few requests in many pieces: many pieces at a time, the columns shared out to more programs
     many = plan.parts > 8 * num_reqs
