@@ -185,6 +185,11 @@ def prefill_config(max_seqlen_q: int, dtype: torch.dtype, platform: str) -> Pref
     return PrefillConfig(block_m=128, block_n=128, stages=2, warps=8, group=8)
 
 
+LEAST_V = {"cpu": 16, "hip": 16, "cuda": 64}
+"""Columns of a value tile at least. As Triton 3.6 compiles it for sm_90, a wgmma over 16 of them reads past shared memory
+(`_prefill` with v_head_dim 16 under compute-sanitizer on an H200)."""
+
+
 def split_head_dim(head_dim: int) -> tuple[int, int]:
     """`head_dim`, a multiple of 16, as its largest power of two and the rest: 192 -> (128, 64), 128 -> (128, 0)."""
     first = 1 << (head_dim.bit_length() - 1)
@@ -228,7 +233,7 @@ def mla_prefill(
         q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse, softmax_scale, num_reqs, num_tokens, blocks,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0), out.stride(1),
         *((0, 0) if lse is None else lse.stride()),
-        H=heads, D0=first, D1=rest, D1_PADDED=max(triton.next_power_of_2(rest), 16), V=v_dim, V_PADDED=triton.next_power_of_2(v_dim),
+        H=heads, D0=first, D1=rest, D1_PADDED=max(triton.next_power_of_2(rest), 16), V=v_dim, V_PADDED=max(triton.next_power_of_2(v_dim), LEAST_V[platform]),
         CAUSAL=causal, BM=config.block_m, BN=config.block_n, GROUP=group, STAGES=config.stages,
         EXACT=device.type == "cpu", num_warps=config.warps,
     )  # fmt: skip
