@@ -233,7 +233,8 @@ def mla_prefill(
         q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse, softmax_scale, num_reqs, num_tokens, blocks,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0), out.stride(1),
         *((0, 0) if lse is None else lse.stride()),
-        H=heads, D0=first, D1=rest, D1_PADDED=max(triton.next_power_of_2(rest), 16), V=v_dim, V_PADDED=max(triton.next_power_of_2(v_dim), LEAST_V[platform]),
+        H=heads, D0=first, D1=rest, D1_PADDED=max(triton.next_power_of_2(rest), 16),
+        V=v_dim, V_PADDED=max(triton.next_power_of_2(v_dim), LEAST_V[platform]),
         CAUSAL=causal, BM=config.block_m, BN=config.block_n, GROUP=group, STAGES=config.stages,
         EXACT=device.type == "cpu", num_warps=config.warps,
     )  # fmt: skip
