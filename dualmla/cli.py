@@ -174,6 +174,46 @@ def replay(
 
 
 @app.command()
+def certify(
+    heads: Annotated[list[int] | None, typer.Option(min=1, metavar="H", help="Query heads on a rank; can be repeated. [16, 128]")] = None,
+    max_query_len: Annotated[int, typer.Option(min=1, max=4, help="Most query tokens of a decode.")] = 1,
+    return_lse: Annotated[bool, typer.Option("--return-lse", help="Decodes with the LSE too.")] = False,
+    limit: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Of one case, AITER's import and builds included.")] = 600,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Else DUALMLA_CERTIFICATE, else a file in the user's cache.")] = None,
+    device: Device = None,
+) -> None:
+    """Run AITER over an engine's shapes, each in a process of its own, and write what auto may trust it with.
+
+    Exit status: 0 every shape passed, 1 some did not, 2 could not run.
+    """
+    import torch
+    from rich.progress import Progress
+
+    from dualmla.backends.aiter.certificate import default_path
+    from dualmla.backends.base import BackendUnavailable
+    from dualmla.differential.certify import certify as run
+    from dualmla.differential.certify import groups, machine_of
+    from dualmla.differential.report import print_certificate
+    from dualmla.validation import checked_device
+
+    console = _console()
+    place = device or _default_device()
+    wanted = groups(heads or [16, 128], max_query_len=max_query_len, return_lse=return_lse)
+    path = out or default_path()
+    try:
+        machine = machine_of(checked_device(torch.device(place)))
+        with Progress(console=console, transient=True) as progress:
+            task = progress.add_task("certifying", total=len(wanted))
+            found = run(wanted, machine, device=place, limit=limit, on_entry=lambda entry: progress.advance(task))
+        found.write(path)
+    except (BackendUnavailable, RuntimeError, OSError) as error:
+        _fail(str(error))
+    print_certificate(console, found)
+    console.print(f"wrote {path}", style="dim", highlight=False)
+    raise typer.Exit(AGREE if all(entry.passed for entry in found.entries) else DISAGREE)
+
+
+@app.command()
 def demo(
     backend: Backend = None,
     device: Device = None,

@@ -6,6 +6,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from dualmla.backends.aiter.certificate import Certificate
 from dualmla.differential.check import Failure, Report, Row
 from dualmla.differential.verdict import Finding, Verdict
 
@@ -33,6 +34,22 @@ def print_report(console: Console, report: Report) -> None:
         console.print(f"refused: {reason}", style="yellow", markup=False, highlight=False)
     colour = "red" if report.failed else "green" if report.ran else "yellow"
     console.print(f"\n{summary(report)}", style=f"bold {colour}", highlight=False)
+
+
+def print_certificate(console: Console, certificate: Certificate) -> None:
+    """A row a shape, and why those that failed did."""
+    machine = certificate.machine
+    title = f"AITER {machine.release} ({machine.generation}) on {machine.arch}, {machine.driver}, {certificate.date}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    for name in ("shape", "verdict", "cases", "used", "seconds"):
+        table.add_column(name, justify="left" if name in ("shape", "verdict") else "right", no_wrap=True)
+    for entry in certificate.entries:
+        verdict = "[green]pass[/]" if entry.passed else "[red]FAIL[/]"
+        table.add_row(str(entry.shape), verdict, str(entry.cases), share(entry.budget_used), f"{entry.seconds:.1f}")
+    console.print(table)
+    for entry in certificate.entries:
+        if not entry.passed:
+            console.print(f"{entry.shape}: {entry.why}", style="red", markup=False, highlight=False)
 
 
 def summary(report: Report) -> str:

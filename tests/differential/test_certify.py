@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from dualmla.backends.aiter.certificate import Entry, Machine, Shape
 from dualmla.backends.base import BackendUnavailable
+from dualmla.cli import app
 from dualmla.differential.certify import Group, certify, groups, machine_of
 from dualmla.differential.problems import DecodeProblem
 from dualmla.testing import DecodeCase
@@ -90,3 +94,25 @@ def test_the_shapes_of_an_engine() -> None:
     }
     assert {(case.num_heads, case.causal) for case in prefills} == {(8, True), (8, False)}
     assert len(groups([16], seeds=3)[0].draws) == 3 * len(groups([16], seeds=1)[0].draws)
+
+
+def test_the_command_needs_aiter() -> None:
+    """Where AITER can't run there is nothing to certify: exit status 2 and the reason, and no file."""
+    done = CliRunner().invoke(app, ["certify", "--heads", "16", "--device", "cpu", "--out", "unwritten.json"])
+    assert done.exit_code == 2
+    assert "AITER" in done.stderr
+    assert not Path("unwritten.json").exists()
+
+
+def test_the_command_writes_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a stand-in: one shape passes, one dies; the file holds both and the exit status says so."""
+    monkeypatch.setattr("dualmla.differential.certify.machine_of", lambda device: HERE)
+    monkeypatch.setattr("dualmla.differential.certify.groups", lambda heads, **kwargs: [small(PAIR), small(SINGLE)])
+    judge = functools.partial(certify, backend="fault-abort", load=FAULTS)
+    monkeypatch.setattr("dualmla.differential.certify.certify", judge)
+    path = tmp_path / "certificate.json"
+    done = CliRunner().invoke(app, ["certify", "--device", "cpu", "--out", str(path)])
+    assert done.exit_code == 1, done.output
+    assert "SIGABRT" in done.output
+    entries = json.loads(path.read_text())["entries"]
+    assert [entry["passed"] for entry in entries] == [False, True]
