@@ -81,7 +81,7 @@ class MLAImpl:
         check_tensor("w_uv", w_uv, rank=3, dtypes=(cfg.dtype,), device=w_uk.device, shape=shape_uv, dense=False)
         if context_workspace_tokens is None:
             context_workspace_tokens = default_workspace_tokens(cfg)
-        if not isinstance(context_workspace_tokens, int) or context_workspace_tokens < 1:
+        if type(context_workspace_tokens) is not int or context_workspace_tokens < 1:
             raise ValueError(f"context_workspace_tokens must be None or an int of at least 1, got {context_workspace_tokens!r}")
         self.cfg = cfg
         self.w_uk = w_uk
