@@ -19,7 +19,7 @@ workspace, and the parts are merged by their LSE (`dualmla.context`).
 from __future__ import annotations
 
 import itertools
-from typing import ClassVar, Protocol
+from typing import ClassVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -27,79 +27,14 @@ import torch
 from dualmla.config import FLOAT8_DTYPES, MLAConfig
 from dualmla.context import PrefillPlan, prefill_plan
 from dualmla.metadata import MLAMetadata
+from dualmla.protocol import AttentionOps
 from dualmla.validation import check_cache, check_k_scale, check_meta, check_tensor, check_written, scale_arguments
 
 WORKSPACE_BYTES = 512 * 2**20
 """What the up-projected context of all heads takes at most where `context_workspace_tokens` is left to us."""
 
-
 _numbers = itertools.count()
 _numbered: WeakValueDictionary[int, MLAImpl] = WeakValueDictionary()
-
-
-class AttentionOps(Protocol):
-    """The functions that a backend hands to the shared forward; shapes as in `dualmla.backends.base`."""
-
-    @property
-    def absorbs_prefill(self) -> bool: ...
-
-    def check_forward(self, cfg: MLAConfig, kv_cache: torch.Tensor, meta: MLAMetadata) -> None: ...
-
-    def mla_decode(
-        self,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        meta: MLAMetadata,
-        softmax_scale: float,
-        *,
-        causal: bool,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        k_scale: float | torch.Tensor,
-        num_kv_splits: int | None,
-    ) -> None: ...
-
-    def concat_and_cache_mla(
-        self, kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, *, k_scale: float | torch.Tensor
-    ) -> None: ...
-
-    def mla_prefill(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_k: torch.Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        softmax_scale: float,
-        *,
-        causal: bool,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None: ...
-
-    def gather_kv_cache(
-        self,
-        kv_cache: torch.Tensor,
-        block_table: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        seq_starts: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        k_scale: float | torch.Tensor,
-    ) -> None: ...
-
-    def merge_attn_states(
-        self,
-        out_a: torch.Tensor,
-        lse_a: torch.Tensor,
-        out_b: torch.Tensor,
-        lse_b: torch.Tensor,
-        *,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> None: ...
 
 
 class MLAImpl:
@@ -146,7 +81,7 @@ class MLAImpl:
         check_tensor("w_uv", w_uv, rank=3, dtypes=(cfg.dtype,), device=w_uk.device, shape=shape_uv, dense=False)
         if context_workspace_tokens is None:
             context_workspace_tokens = default_workspace_tokens(cfg)
-        if not isinstance(context_workspace_tokens, int) or context_workspace_tokens < 1:
+        if type(context_workspace_tokens) is not int or context_workspace_tokens < 1:
             raise ValueError(f"context_workspace_tokens must be None or an int of at least 1, got {context_workspace_tokens!r}")
         self.cfg = cfg
         self.w_uk = w_uk

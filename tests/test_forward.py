@@ -415,7 +415,7 @@ def test_stale_metadata_is_refused(device: torch.device, backend: str) -> None:
         run_layer(dataclasses.replace(inputs, meta=stale), backend)
 
 
-@pytest.mark.parametrize("tokens", [0, -1, 1.5])
+@pytest.mark.parametrize("tokens", [0, -1, 1.5, True])
 def test_bad_workspace_is_refused(tokens: Any, device: torch.device, backend: str) -> None:
     inputs: LayerInputs = make_layer_inputs(LayerCase(seq_lens=(20,), query_lens=(5,)), device)
     with pytest.raises(ValueError, match=f"context_workspace_tokens must be None or an int of at least 1, got {tokens}"):

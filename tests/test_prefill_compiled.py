@@ -29,15 +29,15 @@ def compiled(kernel, types, constants, warps):
     return triton.compile(source, target=target, options={"num_warps": warps})
 
 found = {}
-for max_seqlen_q in (64, 4096):
-    c = prefill.prefill_config(max_seqlen_q, torch.bfloat16, platform)
-    sizes = dict(H=16, D0=128, D1=64, D1_PADDED=64, V=128, V_PADDED=128, EXACT=False)
+for max_seqlen_q, dims in ((64, (128, 64, 128)), (4096, (128, 64, 128)), (4096, (256, 64, 256))):
+    c = prefill.prefill_config(max_seqlen_q, sum(dims), torch.bfloat16, platform)
+    sizes = dict(H=16, D0=dims[0], D1=dims[1], D1_PADDED=64, V=dims[2], V_PADDED=dims[2], EXACT=False)
     tiles = dict(BM=c.block_m, BN=c.block_n, GROUP=c.group, STAGES=c.stages)
     types = {name + "_ptr": "*bf16" for name in ("q", "k", "v", "out")} | {"lse_ptr": "*fp32", "softmax_scale": "fp32"}
     types |= {"cu_seqlens_q_ptr": "*i32", "cu_seqlens_k_ptr": "*i32"}
     for causal in (True, False):
         kernel = compiled(prefill._prefill, types, sizes | tiles | {"CAUSAL": causal}, c.warps)
-        found[f"prefill {max_seqlen_q} {causal}"] = kernel.metadata.shared, kernel.asm.get("amdgcn", "")
+        found[f"prefill {max_seqlen_q} {dims} {causal}"] = kernel.metadata.shared, kernel.asm.get("amdgcn", "")
 scales = {"k_scale_ptr": "*fp32", "k_scale": "fp32"}
 for format_, element in ((0, "*bf16"), (1, "*u8"), (2, "*u8")):
     types = scales | {"kv_c_ptr": "*bf16", "k_pe_ptr": "*bf16", "kv_ptr": element, "slot_mapping_ptr": "*i64"}
@@ -63,7 +63,7 @@ LOCAL_MEMORY = {"sm_90": 227 * 1024, "gfx942": 64 * 1024, "gfx950": 160 * 1024}
 def test_kernels_compile(arch: str, run_python: RunPython) -> None:
     """Within the chip's shared memory; on AMD without spilled registers."""
     found = json.loads(run_python(COMPILE, arch, TRITON_DEFAULT_FP_FUSION="1").splitlines()[-1])
-    assert len(found) == 4 + 3 + 2 + 2
+    assert len(found) == 6 + 3 + 2 + 2
     for name, (shared, spilled) in found.items():
         assert shared <= LOCAL_MEMORY[arch], name
         assert spilled == ([] if arch == "sm_90" else [0]), name

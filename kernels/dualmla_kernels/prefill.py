@@ -170,11 +170,18 @@ class PrefillConfig:
     group: int
 
 
-def prefill_config(max_seqlen_q: int, dtype: torch.dtype, platform: str) -> PrefillConfig:
-    """The configuration for requests of at most `max_seqlen_q` queries on "cpu", "hip" or "cuda". Evidence: docs/performance.md."""
+def prefill_config(max_seqlen_q: int, head_dims: int, dtype: torch.dtype, platform: str) -> PrefillConfig:
+    """The configuration for requests of at most `max_seqlen_q` queries on "cpu", "hip" or "cuda". Evidence: docs/performance.md.
+
+    `head_dims`: numbers of a key and a value of a head together, 320 in DeepSeek's models; from 400 on tiles are small, so
+    that 512 and 512 still fit into shared memory.
+    """
     short = max_seqlen_q <= 64
     if platform == "cpu":
         return PrefillConfig(block_m=32 if short else 64, block_n=64, stages=1, warps=1, group=8)
+    if head_dims > 384:
+        half = 2 if dtype == torch.float32 else 1
+        return PrefillConfig(block_m=64 // half, block_n=32 // half, stages=1, warps=4, group=8)
     if dtype == torch.float32:
         return PrefillConfig(block_m=64, block_n=32, stages=1 if platform == "hip" else 2, warps=4, group=8)
     if platform == "hip":
@@ -224,7 +231,7 @@ def mla_prefill(
         return
     device = q.device
     platform = "cpu" if device.type == "cpu" else "hip" if torch.version.hip else "cuda"
-    config = prefill_config(max_seqlen_q, q.dtype, platform)
+    config = prefill_config(max_seqlen_q, q.shape[2] + v_dim, q.dtype, platform)
     blocks = triton.cdiv(max_seqlen_q, config.block_m)
     group = min(config.group, heads)
     first, rest = split_head_dim(q.shape[2])
