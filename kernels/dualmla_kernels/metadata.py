@@ -157,7 +157,7 @@ def _build(
     elif program < 1 + plan_programs:
         if pieces_ptr is not None:
             plan_block(
-                program - 1, seq_lens_ptr, tl.minimum(live, num_decodes), num_decodes, parts,
+                program - 1, seq_lens_ptr, live, num_decodes, parts,
                 pieces_of_part_ptr, pieces_ptr, splits_ptr, TILE, PARTS, BLOCK,
             )  # fmt: skip
     elif program < 1 + plan_programs + token_programs:

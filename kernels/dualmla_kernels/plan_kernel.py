@@ -37,8 +37,8 @@ def plan_block(
 ):  # fmt: skip
     """Pieces and programs `block * BLOCK` on of the plan; block 0 writes the splits too.
 
-    `live` of the `num_reqs` requests have a length at `seq_lens_ptr`. Requests are walked CHUNK at a time with the running
-    sums carried over. PARTS: `parts`, rounded up to a power of two.
+    The first `live` requests have a length at `seq_lens_ptr`; the plan is for the first `num_reqs`. Requests are walked CHUNK
+    at a time with the running sums carried over. PARTS: `parts`, rounded up to a power of two.
     """
     on = tl.arange(0, CHUNK)
     total = 0
