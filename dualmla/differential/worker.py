@@ -25,6 +25,7 @@ import torch
 
 from dualmla.differential.problems.base import Problem
 from dualmla.differential.verdict import Finding, Verdict
+from dualmla.testing import poisoned_allocations
 
 START_LIMIT = 120.0
 """Seconds for the child to import torch and the backend."""
@@ -134,6 +135,8 @@ def serve(receive: int, send: int) -> None:
     """The template: has everything imported and nothing started, and forks a child to judge whenever the last one died."""
     import dualmla.differential.judge  # noqa: F401 - what a child starts with
 
+    with poisoned_allocations():  # torch imports a second's worth of modules when this is first asked for
+        pass
     problems, verdicts = Connection(receive, writable=False), Connection(send, readable=False)
     order = _receive(problems)
     while True:
