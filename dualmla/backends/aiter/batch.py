@@ -1,8 +1,9 @@
 """A batch in AITER's words: pages of one token, and requests that its kernels place right.
 
-Its decode kernels hard-code page size 1, so block tables are cut into tokens. And they come in two kinds, found by running
-them in an emulator: those for 2 to 4 query tokens follow `qo_indptr`, ragged batches included, while those for one put request b
-into row b whatever `qo_indptr` says. A batch in which some request has no token is therefore gathered before and put back after.
+Its decode kernels hard-code page size 1, so block tables are cut into tokens. And one of them, for one query token of 16 heads,
+puts request b into row b whatever `qo_indptr` says, as running them in an emulator showed; those for 2 to 4 tokens and for 128
+heads follow it, ragged batches included. A batch in which some request has no token is therefore gathered before and put back
+after: which kernel a release picks is its own affair.
 """
 
 from __future__ import annotations
