@@ -3,6 +3,7 @@
 Importing this package needs torch alone, touches no device and reads no environment variable.
 """
 
+from dualmla import library  # noqa: F401 - defines torch.ops.dualmla
 from dualmla.advance import advance_step
 from dualmla.backends.aiter import AiterMLABackend, AiterMLAImpl
 from dualmla.backends.base import BackendReport, BackendUnavailable, MLABackend
@@ -13,6 +14,7 @@ from dualmla.graph import DecodeGraphs, MLAGraphState
 from dualmla.metadata import MLAMetadata, MLAMetadataBuilder, decode_metadata
 from dualmla.ops import concat_and_cache_mla, gather_kv_cache, merge_attn_states, mla_decode, mla_prefill
 from dualmla.selection import explain, is_aiter_mla_enabled, register_backend, select_backend
+from dualmla.warmup import warmup, workspace_bytes
 
 __version__ = "0.1.0"
 
@@ -42,4 +44,6 @@ __all__ = [
     "mla_prefill",
     "register_backend",
     "select_backend",
+    "warmup",
+    "workspace_bytes",
 ]

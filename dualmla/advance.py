@@ -6,7 +6,7 @@ import torch
 
 from dualmla.buffers import advance
 from dualmla.metadata import MLAMetadata
-from dualmla.validation import check_tensor, check_written
+from dualmla.validation import check_tensor
 
 TOKEN_DTYPES = (torch.int32, torch.int64)
 
@@ -46,8 +46,6 @@ def advance_step(meta: MLAMetadata, sampled_token_ids: torch.Tensor, input_token
         check_tensor(name, tensor, rank=1, dtypes=TOKEN_DTYPES, device=meta.device, dense=name != "sampled_token_ids")
         if tensor.shape[0] < meta.num_tokens:
             raise ValueError(f"{name} has {tensor.shape[0]} entries, the batch has {meta.num_tokens} tokens")
-    check_written("input_tokens", input_tokens)
-    check_written("input_positions", input_positions)
     if meta.num_reqs == 0:
         return
     advance(meta.seq_lens, meta.query_lens, meta.qo_indptr, sampled_token_ids, input_tokens, input_positions)

@@ -18,17 +18,23 @@ workspace, and the parts are merged by their LSE (`dualmla.context`).
 
 from __future__ import annotations
 
+import itertools
 from typing import ClassVar, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 
 from dualmla.config import FLOAT8_DTYPES, MLAConfig
 from dualmla.context import PrefillPlan, prefill_plan
 from dualmla.metadata import MLAMetadata
-from dualmla.validation import check_cache, check_k_scale, check_meta, check_tensor, check_written
+from dualmla.validation import check_cache, check_k_scale, check_meta, check_tensor, check_written, scale_arguments
 
 WORKSPACE_BYTES = 512 * 2**20
 """What the up-projected context of all heads takes at most where `context_workspace_tokens` is left to us."""
+
+
+_numbers = itertools.count()
+_numbered: WeakValueDictionary[int, MLAImpl] = WeakValueDictionary()
 
 
 class AttentionOps(Protocol):
@@ -36,6 +42,8 @@ class AttentionOps(Protocol):
 
     @property
     def absorbs_prefill(self) -> bool: ...
+
+    def check_forward(self, cfg: MLAConfig, kv_cache: torch.Tensor, meta: MLAMetadata) -> None: ...
 
     def mla_decode(
         self,
@@ -137,14 +145,21 @@ class MLAImpl:
         check_tensor("w_uk", w_uk, rank=3, dtypes=(cfg.dtype,), device=None, shape=shape_uk, dense=False)
         check_tensor("w_uv", w_uv, rank=3, dtypes=(cfg.dtype,), device=w_uk.device, shape=shape_uv, dense=False)
         if context_workspace_tokens is None:
-            numbers = cfg.latent_dim + cfg.num_heads * (cfg.qk_head_dim + cfg.v_head_dim)
-            context_workspace_tokens = max(WORKSPACE_BYTES // (numbers * cfg.dtype.itemsize), 1)
+            context_workspace_tokens = default_workspace_tokens(cfg)
         if not isinstance(context_workspace_tokens, int) or context_workspace_tokens < 1:
             raise ValueError(f"context_workspace_tokens must be None or an int of at least 1, got {context_workspace_tokens!r}")
         self.cfg = cfg
         self.w_uk = w_uk
         self.w_uv = w_uv
         self.context_workspace_tokens = context_workspace_tokens
+        self.handle = next(_numbers)
+        """This layer for an operator of a compiled graph."""
+        _numbered[self.handle] = self
+
+    @staticmethod
+    def of_handle(handle: int) -> MLAImpl:
+        """The layer whose `handle` it is; KeyError when it is gone."""
+        return _numbered[handle]
 
     def forward(
         self,
@@ -172,8 +187,14 @@ class MLAImpl:
             [T, num_heads * v_head_dim].
 
         Raises:
-            ValueError, TypeError: naming the argument; nothing is written then.
+            ValueError, TypeError: naming the argument; nothing is written then, and neither when
+            BackendUnavailable: a forced backend can't do this batch.
         """
+        if torch.compiler.is_compiling():
+            if output is None:
+                output = q.new_empty(q.shape[0], self.cfg.num_heads * self.cfg.v_head_dim)
+            torch.ops.dualmla.mla_forward(q, kv_c, k_pe, kv_cache, output, self.handle, meta.handle, *scale_arguments(k_scale))
+            return output
         cfg, device = self.cfg, self.w_uk.device
         check_tensor("q", q, rank=3, dtypes=(cfg.dtype,), device=device, shape=(None, cfg.num_heads, cfg.qk_head_dim))
         tokens = q.shape[0]
@@ -191,6 +212,7 @@ class MLAImpl:
             check_tensor("output", output, rank=2, dtypes=(cfg.dtype,), device=device, shape=(tokens, width))
             check_written("output", output)
         scale = check_k_scale(k_scale, device)
+        self.ops.check_forward(cfg, kv_cache, meta)
 
         self.ops.concat_and_cache_mla(kv_c, k_pe, kv_cache, meta.slot_mapping, k_scale=scale)
         decodes, prefills = meta.decode_metadata, meta.prefill_metadata
@@ -236,11 +258,12 @@ class MLAImpl:
         if meta.block_table.shape[1] and self._absorbs(plan):
             self._absorbed(q, kv_cache, meta, k_scale, output)
             return
-        keys = slice(meta.num_tokens) if plan.key_rows is None else plan.key_rows
+        # the metadata may know no more than upper bounds, the plan has read the lengths
+        keys = slice(sum(plan.query_lens)) if plan.key_rows is None else plan.key_rows
         k, v = self._up_project(kv_c[keys], k_pe[keys])
         out = output.view(-1, cfg.num_heads, cfg.v_head_dim)
         lse = torch.empty(cfg.num_heads, q.shape[0], dtype=torch.float32, device=q.device) if plan.chunks else None
-        longest = meta.max_query_len
+        longest = max(plan.query_lens)
         self.ops.mla_prefill(q, k, v, meta.qo_indptr, plan.cu_seqlens_k, longest, longest, cfg.softmax_scale, causal=True, out=out, lse=lse)
         if lse is None:
             return
@@ -280,6 +303,12 @@ class MLAImpl:
         torch.bmm(rows, self.w_uv, out=v.transpose(0, 1))
         k[..., cfg.qk_nope_head_dim :] = k_pe[:, None]
         return k, v
+
+
+def default_workspace_tokens(cfg: MLAConfig) -> int:
+    """Context tokens that are up-projected at a time: as many as `WORKSPACE_BYTES` hold."""
+    numbers = cfg.latent_dim + cfg.num_heads * (cfg.qk_head_dim + cfg.v_head_dim)
+    return max(WORKSPACE_BYTES // (numbers * cfg.dtype.itemsize), 1)
 
 
 def absorbed_is_cheaper(cfg: MLAConfig, query_lens: list[int], context_lens: list[int]) -> bool:

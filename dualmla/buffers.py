@@ -50,6 +50,7 @@ class MetadataBuffers:
         self.device = device
         self.page_size = page_size
         self._fields = torch.zeros(7, max_num_reqs + 1, dtype=torch.int32, device=device)
+        self._rows = self._fields.unbind()
         self._slots = torch.full((num_tokens,), -1, dtype=torch.int64, device=device)
         pages = max_num_reqs * max_num_pages
         self.indices = torch.zeros(pages, dtype=torch.int32, device=device)
@@ -58,7 +59,7 @@ class MetadataBuffers:
 
     def row(self, field: int, length: int) -> torch.Tensor:
         """int32 [length], one of the index tensors named above."""
-        return self._fields[field, :length]
+        return self._rows[field][:length]
 
     def slots(self, num_tokens: int) -> torch.Tensor:
         return self._slots[:num_tokens]
@@ -206,18 +207,22 @@ class PlanBuffers:
     def __init__(self, cfg: MLAConfig, device: torch.device, max_num_reqs: int) -> None:
         self._cfg, self._device, self._max_num_reqs = cfg, device, max_num_reqs
         self._plans: dict[int, SplitPlan] = {}
+        self._views: dict[tuple[int, int], SplitPlan] = {}
 
     def of(self, num_decodes: int, max_query_len: int) -> SplitPlan | None:
         """Buffers for `num_decodes` requests of up to `max_query_len` new tokens; what they hold is up to the caller."""
         if num_decodes == 0 or max_query_len == 0 or not _triton_found():
             return None
-        if max_query_len not in self._plans:
-            from dualmla_kernels.decode import plan_shape
-            from dualmla_kernels.plan import allocate_plan
+        view = self._views.get((num_decodes, max_query_len))
+        if view is None:
+            if max_query_len not in self._plans:
+                from dualmla_kernels.decode import plan_shape
+                from dualmla_kernels.plan import allocate_plan
 
-            shape = plan_shape(self._cfg.num_heads, max_query_len, self._cfg.dtype, self._device)
-            self._plans[max_query_len] = allocate_plan(self._max_num_reqs, shape, self._device)
-        return self._plans[max_query_len].of(num_decodes)
+                shape = plan_shape(self._cfg.num_heads, max_query_len, self._cfg.dtype, self._device)
+                self._plans[max_query_len] = allocate_plan(self._max_num_reqs, shape, self._device)
+            view = self._views[num_decodes, max_query_len] = self._plans[max_query_len].of(num_decodes)
+        return view
 
 
 def _advance_with_torch(

@@ -223,7 +223,7 @@ def _default_device() -> str:
 def _console() -> Console:
     """Standard output; wide enough for a table where it is a file or a pipe."""
     console = Console()
-    return console if console.is_terminal else Console(width=140)
+    return console if console.is_terminal else Console(width=170)
 
 
 def _print_backend(console: Console, report: BackendReport) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from dualmla.attention import MLAImpl
 from dualmla.backends.base import BackendUnavailable, DecodeCall, MLABackend, PrefillCall
+from dualmla.config import MLAConfig
 from dualmla.metadata import MLAMetadata
 
 logger = logging.getLogger("dualmla")
@@ -49,6 +50,10 @@ def chained(backends: tuple[type[MLABackend], ...]) -> type[MLABackend]:
         def get_impl_cls(cls) -> type[MLAImpl]:
             impl = first.get_impl_cls()
             return type(impl.__name__, (impl,), {"ops": cls})
+
+        @classmethod
+        def check_forward(cls, cfg: MLAConfig, kv_cache: torch.Tensor, meta: MLAMetadata) -> None:
+            """Nothing is refused: it is handed on."""
 
         @classmethod
         def mla_decode(

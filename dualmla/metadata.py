@@ -7,9 +7,11 @@ views (`decode_metadata`, `prefill_metadata`) whose indptr start at 0.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -45,6 +47,10 @@ class _Lease:
     def check(self) -> None:
         if self.expired:
             raise RuntimeError("this metadata is stale: its builder has built another batch into the same buffers since")
+
+
+_numbers = itertools.count()
+_numbered: WeakValueDictionary[int, MLAMetadata] = WeakValueDictionary()
 
 
 @dataclass(eq=False)
@@ -102,6 +108,17 @@ class MLAMetadata:
     @property
     def device(self) -> torch.device:
         return self.seq_lens.device
+
+    def __post_init__(self) -> None:
+        number = next(_numbers)
+        _numbered[number] = self
+        self.handle = torch.tensor(number, device="cpu")
+        """This metadata for an operator of a compiled graph, int64 []: in a tensor, so that a new batch is no new graph."""
+
+    @staticmethod
+    def of_handle(handle: torch.Tensor) -> MLAMetadata:
+        """The metadata whose `handle` it is; KeyError when it is gone."""
+        return _numbered[int(handle)]
 
     def check_current(self) -> None:
         """Raise RuntimeError when the builder that owns these buffers has built again."""
@@ -306,19 +323,6 @@ def decode_metadata(
         device, page_size=page_size, max_num_reqs=num_reqs, max_num_pages=block_table.shape[1], num_tokens=counts.num_tokens
     )
     return describe(buffers, block_table, seq_lens, query_lens, counts)
-
-
-def pack_page_ids(block_table: torch.Tensor, paged_kv_indptr: torch.Tensor) -> torch.Tensor:
-    """The live page ids of each request one after another, int32; the last entry of the result is a dump, never read.
-
-    Without a wait for the device: every entry of the table is scattered, the dead ones into the dump.
-    """
-    num_reqs, max_pages = block_table.shape
-    out = torch.zeros(num_reqs * max_pages + 1, dtype=torch.int32, device=block_table.device)
-    column = torch.arange(max_pages, device=block_table.device)
-    first, last = paged_kv_indptr[:-1, None].long(), paged_kv_indptr[1:, None].long()
-    target = torch.where(first + column < last, first + column, out.shape[0] - 1)
-    return out.scatter_(0, target.flatten(), block_table.flatten())
 
 
 def describe(

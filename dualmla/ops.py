@@ -1,4 +1,7 @@
-"""The public functions: validate, pick the backend, call."""
+"""The public functions: validate, pick the backend, call.
+
+Where `torch.compile` traces them, they become one operator each (`dualmla.library`), which calls them again at run time.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ from dualmla.validation import (
     check_spans,
     check_tensor,
     check_written,
+    scale_arguments,
     split_latent,
 )
 
@@ -67,6 +71,10 @@ def mla_decode(
         RuntimeError: the metadata is stale.
         BackendUnavailable: a forced backend can't do this call.
     """
+    if torch.compiler.is_compiling():
+        rank = split_latent(q.shape[2], meta, out)
+        arguments = (meta.handle, rank, softmax_scale, causal, return_lse, *scale_arguments(k_scale), num_kv_splits, backend)
+        return _given(out, torch.ops.dualmla.mla_decode(q, kv_cache, *arguments))
     check_tensor("q", q, rank=3, dtypes=COMPUTE_DTYPES, device=None)
     tokens, heads, latent_dim = q.shape
     if heads < 1:
@@ -135,6 +143,9 @@ def mla_prefill(
         ValueError, TypeError: naming the argument, its value and what is allowed; nothing is launched then.
         BackendUnavailable: a forced backend can't do this call.
     """
+    if torch.compiler.is_compiling():
+        arguments = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, return_lse, backend)
+        return _given(out, torch.ops.dualmla.mla_prefill(q, k, v, *arguments))
     check_tensor("q", q, rank=3, dtypes=COMPUTE_DTYPES, device=None)
     tokens, heads, head_dim = q.shape
     device, dtypes = q.device, (q.dtype,)
@@ -184,6 +195,9 @@ def concat_and_cache_mla(
     Raises:
         ValueError, TypeError: naming the argument, its value and what is allowed; nothing is written then.
     """
+    if torch.compiler.is_compiling():
+        torch.ops.dualmla.concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, *scale_arguments(k_scale), backend)
+        return
     check_tensor("kv_c", kv_c, rank=2, dtypes=COMPUTE_DTYPES, device=None)
     device = kv_c.device
     check_tensor("k_pe", k_pe, rank=2, dtypes=(kv_c.dtype,), device=device, shape=(kv_c.shape[0], None))
@@ -222,6 +236,9 @@ def gather_kv_cache(
     Raises:
         ValueError, TypeError: naming the argument, its value and what is allowed; nothing is written then.
     """
+    if torch.compiler.is_compiling():
+        torch.ops.dualmla.gather_kv_cache(kv_cache, block_table, cu_seqlens, seq_starts, out, *scale_arguments(k_scale), backend)
+        return out
     check_tensor("out", out, rank=2, dtypes=COMPUTE_DTYPES, device=None)
     check_written("out", out)
     device = out.device
@@ -259,6 +276,9 @@ def merge_attn_states(
     Raises:
         ValueError, TypeError: naming the argument, its value and what is allowed; nothing is launched then.
     """
+    if torch.compiler.is_compiling():
+        merged, merged_lse = torch.ops.dualmla.merge_attn_states(out_a, lse_a, out_b, lse_b, None if out is None else out.dtype, backend)
+        return (merged if out is None else out.copy_(merged)), merged_lse
     check_tensor("out_a", out_a, rank=3, dtypes=COMPUTE_DTYPES, device=None)
     shape, device = tuple(out_a.shape), out_a.device
     tokens, heads, dim = shape
@@ -275,3 +295,9 @@ def merge_attn_states(
     merged_lse = torch.empty(heads, tokens, dtype=torch.float32, device=device)
     backend_for_device(device, backend).merge_attn_states(out_a, lse_a, out_b, lse_b, out=out, lse=merged_lse)
     return out, merged_lse
+
+
+def _given(out: torch.Tensor | None, results: list[torch.Tensor]) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """The one or two results of an operator, the first of them in `out` where it is given."""
+    first = results[0] if out is None else out.copy_(results[0])
+    return (first, results[1]) if len(results) > 1 else first

@@ -61,6 +61,11 @@ def check_k_scale(k_scale: float | torch.Tensor | None, device: torch.device) ->
     return k_scale
 
 
+def scale_arguments(k_scale: float | torch.Tensor | None) -> tuple[torch.Tensor | None, float | None]:
+    """`k_scale` as an operator takes it: a tensor or a float."""
+    return (k_scale, None) if isinstance(k_scale, torch.Tensor) else (None, k_scale)
+
+
 def check_index_tensor(
     name: str, tensor: torch.Tensor, *, rank: int, device: torch.device | None, dtype: torch.dtype = torch.int32
 ) -> None:

@@ -135,7 +135,7 @@ def test_kernel_equals_torch_form(device: torch.device, dtype: torch.dtype, stri
     requests = 300
     seq_lens, query_lens = torch.arange(requests, dtype=torch.int32), (torch.arange(requests) % 3 > 0).int()
     qo_indptr = torch.cat([torch.zeros(1, dtype=torch.int32), query_lens.cumsum(0).int()])
-    sampled = torch.arange(stride * requests, dtype=dtype)[::stride] + 5
+    sampled = (torch.arange(stride * requests, dtype=dtype) + 5)[::stride]
     results = []
     for move, where in ((_advance_with_torch, torch.device("cpu")), (advance, device)):
         given = [tensor.to(where) for tensor in (seq_lens.clone(), query_lens, qo_indptr)]
@@ -188,7 +188,7 @@ def test_refused(device: torch.device) -> None:
         (
             {"input_positions": torch.zeros(1, dtype=torch.int64, device=device).expand(2)},
             ValueError,
-            "input_positions",
+            "input_positions must be contiguous in its last dimension",
         ),
     ]
     for changes, error, message in cases:

@@ -8,8 +8,9 @@ import torch
 from typer.testing import CliRunner
 
 import dualmla
-import dualmla.testing
 from dualmla.cli import app
+from dualmla.differential import grids
+from dualmla.differential.problems import DecodeProblem
 from dualmla.testing import DecodeCase
 
 FAULTS = str(Path(__file__).parent / "differential" / "faults.py")
@@ -25,7 +26,7 @@ def dualmla_(*args, env=None):
 
 @pytest.fixture
 def small_grid(monkeypatch):
-    monkeypatch.setattr(dualmla.testing, "QUICK_GRID", CASES)
+    monkeypatch.setitem(grids.GRIDS, "quick", lambda: [lambda case=case: DecodeProblem.draw(case) for case in CASES])
 
 
 def test_version():
@@ -99,3 +100,51 @@ def test_a_file_that_can_not_be_loaded_is_said(tmp_path):
     result = dualmla_("check", "--load", str(tmp_path / "broken.py"), "--device", "cpu")
     assert result.exit_code == 2
     assert "OSError: no such kernel" in result.stderr
+
+
+def test_random_cases_instead_of_the_grid(tmp_path):
+    args = ("--backend", "reference", "--device", "cpu", "--cases", "5", "--seed", "3", "--json", str(tmp_path / "r.json"))
+    result = dualmla_("check", *args)
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["title"] == "5 random cases of seed 3"
+    assert len(report["rows"]) == 5
+
+
+def test_time_bounds_random_cases():
+    result = dualmla_("check", "--backend", "reference", "--device", "cpu", "--time", "0.5")
+    assert result.exit_code == 0, result.output
+    assert "time was up after 0.5 s" in result.stdout
+
+
+@pytest.mark.usefixtures("small_grid")
+def test_a_failure_is_saved_and_replayed(tmp_path):
+    """A kernel author's way: check, repro, replay on the faulty backend and on a right one."""
+    files = ("--junit", str(tmp_path / "r.xml"), "--html", str(tmp_path / "r.html"), "--save-failures", str(tmp_path / "repros"))
+    result = dualmla_("check", "--load", FAULTS, "--backend", "fault-base2", "--device", "cpu", "--grid", "quick", *files)
+    assert result.exit_code == 1, result.output
+    assert 'type="2 LSE"' in (tmp_path / "r.xml").read_text()
+    assert "lse is in base 2" in (tmp_path / "r.html").read_text()
+    (saved,) = (tmp_path / "repros").glob("*.safetensors")
+    assert f"repro: {saved}" in result.stdout
+
+    again = dualmla_("replay", str(saved), "--load", FAULTS, "--device", "cpu")
+    assert again.exit_code == 1, again.output
+    assert "fault-base2 then, 2 LSE: lse is in base 2, not natural" in again.stdout
+    assert "fault-base2 breaks: 2 LSE" in again.stdout
+    healed = dualmla_("replay", str(saved.with_suffix(".json")), "--backend", "reference", "--device", "cpu")
+    assert healed.exit_code == 0, healed.output
+    assert "reference: 1 passed, 0 failed" in healed.stdout
+
+
+def test_replay_of_what_is_no_repro(tmp_path):
+    (tmp_path / "x.json").write_text("{}")
+    result = dualmla_("replay", str(tmp_path / "x.json"))
+    assert result.exit_code == 2
+    assert "is not a repro" in " ".join(result.stderr.split())
+
+
+def test_a_report_that_can_not_be_written_is_said(tmp_path):
+    result = dualmla_("check", "--backend", "reference", "--device", "cpu", "--cases", "1", "--json", str(tmp_path / "no" / "r.json"))
+    assert result.exit_code == 2
+    assert "No such file" in result.stderr

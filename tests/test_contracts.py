@@ -215,10 +215,23 @@ def test_the_same_call_gives_the_same_bits(splits: int | None, device: torch.dev
         assert_bits_equal(again[1], lse, "lse")
 
 
+@pytest.fixture
+def _tiles_by_rows(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU too, tiles as GPUs have them: another size for many rows, so that a choice by the batch shows in the bits."""
+    from dualmla_kernels import decode
+
+    choose = decode.decode_config
+    if device.type == "cpu":
+        monkeypatch.setattr(
+            decode, "decode_config", lambda rows, *rest: dataclasses.replace(choose(rows, *rest), block_n=32 if rows > 16 else 64)
+        )
+
+
+@pytest.mark.usefixtures("_tiles_by_rows")
 @pytest.mark.parametrize(("heads", "splits"), [(3, 1), (3, 2), (3, 5), (17, 2)])
 def test_a_row_has_the_same_bits_alone_and_in_a_batch(heads: int, splits: int, device: torch.device, backend: str) -> None:
     """With fixed splits; ragged queries, and each request in any place of the batch."""
-    lens = {"seq_lens": (200, 7, 64, 0, 129), "query_lens": (2, 1, 7, 1, 4)}
+    lens = {"seq_lens": (330, 7, 64, 0, 129), "query_lens": (2, 1, 7, 1, 4)}
     sizes = {"kv_lora_rank": 64, "qk_rope_head_dim": 16}
     inputs = make_decode_inputs(DecodeCase(num_heads=heads, page_size=16, num_kv_splits=splits, **lens, **sizes), device)
     scale = inputs.case.softmax_scale

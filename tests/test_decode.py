@@ -217,13 +217,11 @@ def cases(draw: st.DrawFn) -> DecodeCase:
 @settings(max_examples=60)
 @given(case=cases())
 def test_any_shape(case: DecodeCase, device: torch.device) -> None:
-    from support import USABLE
-
     if case.kv_cache_dtype is not None and not takes_float8(device, case.kv_cache_dtype):
         case = dataclasses.replace(case, kv_cache_dtype=None, k_scale=None)
     inputs = make_decode_inputs(case, device)
     exact = exact_decode(inputs)
-    for backend in USABLE:
+    for backend in ("triton", "reference"):
         out, lse = run_decode(inputs, backend)
         comparison = compare(out, lse, exact, flashmla_gate=False)
         assert comparison.agrees, f"{backend}: {comparison.failures}"

@@ -116,13 +116,18 @@ def test_buffers_live_where_attention_runs(device: torch.device) -> None:
 
 
 def test_captured_metadata_is_all_padding(device: torch.device) -> None:
-    meta, buffers = capture(state_for(device, max_query_len=3), 4)
+    """The first time, and when a batch was prepared in its memory."""
+    state = state_for(device, max_query_len=3)
+    capture(state, 4)
+    state.prepare_graph_input_buffers(capture(state, 8)[1], build(device, [9] * 8))
+    meta, buffers = capture(state, 4)
     assert (meta.num_reqs, meta.num_tokens, meta.max_query_len, meta.num_decodes) == (4, 12, 3, 4)
     assert meta.decode_metadata is meta
     assert meta.prefill_metadata is None
     assert not buffers["seq_lens"].any()
     assert not buffers["qo_indptr"].any()
     assert (buffers["slot_mapping"] == -1).all()
+    assert_prepared(buffers, build(device, []), 3)
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
@@ -435,3 +440,22 @@ def test_two_streams_at_once(device: torch.device) -> None:
     torch.cuda.synchronize()
     for layer, expected in zip(layers, alone, strict=True):
         assert torch.equal(layer.out[:8].view(torch.int16), expected.view(torch.int16))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tensors_on_another_device_than_the_current_one() -> None:
+    """Built, captured, replayed and moved on where the tensors are."""
+    other = torch.device("cuda", 1)
+    assert torch.cuda.current_device() == 0
+    state, layer = state_for(other, 16), Layer(other, 16, 8)
+    layer.new_queries()
+    graphs = DecodeGraphs(state, [8], layer.decode)
+    live = build(other, [600, 1, 30], page_size=16)
+    out = graphs.replay(live)[0].clone()
+    expected = layer.decode(padded(other, live, 8, 1))[0]
+    assert torch.equal(out.view(torch.int16), expected.view(torch.int16))
+    token = torch.zeros(3, dtype=torch.int64, device=other)
+    advance_step(live, token, token.clone(), token.clone())
+    assert live.seq_lens.tolist() == [601, 2, 31]
+    assert torch.cuda.current_device() == 0

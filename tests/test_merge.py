@@ -165,10 +165,10 @@ def test_bad_input_is_refused(name: str, device: torch.device, backend: str) -> 
 @pytest.mark.parametrize(
     ("out", "message"),
     [
-        (lambda shape: torch.empty(shape)[:4], r"out must have shape \[9, 3, 32\], got \[4, 3, 32\]"),
-        (lambda shape: torch.empty(shape)[:1].expand(shape), "out is written, but its elements share memory"),
+        (lambda empty: empty[:4], r"out must have shape \[9, 3, 32\], got \[4, 3, 32\]"),
+        (lambda empty: empty[:1].expand(empty.shape), "out is written, but its elements share memory"),
     ],
 )
 def test_bad_out_is_refused(out: Any, message: str, device: torch.device, backend: str) -> None:
     with pytest.raises(ValueError, match=message):
-        dualmla.merge_attn_states(*parts(9, 3, 32, device), out=out((9, 3, 32)).to(device), backend=backend)
+        dualmla.merge_attn_states(*parts(9, 3, 32, device), out=out(torch.empty(9, 3, 32, device=device)), backend=backend)

@@ -277,7 +277,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import dualmla_kernels.metadata as metadata
-import dualmla_kernels.plan as plan
+import dualmla_kernels.plan_kernel as plan
 
 kernel, target = getattr(sys.modules["dualmla_kernels." + sys.argv[1]], sys.argv[2]), sys.argv[3]
 constants = dict(PAGE=1, TILE=64, PARTS=256, BLOCK=plan.BLOCK, TOKENS=32, COLUMNS=4096, AHEAD=256, CHUNK=128)
@@ -309,9 +309,10 @@ print(len(compiled.asm["ptx" if target == "sm_90" else "amdgcn"]))
             ["query_lens_ptr", "prefill_indices_ptr", "own_table_ptr", "pieces_of_part_ptr", "pieces_ptr", "splits_ptr"],
         ),
         ("metadata", "_advance", []),
-        ("plan", "_plan", []),
+        ("plan_kernel", "balanced_kernel", []),
+        ("plan_kernel", "fixed_kernel", []),
     ],
-    ids=["everything", "the least", "advance", "plan"],
+    ids=["everything", "the least", "advance", "plan", "fixed plan"],
 )
 def test_compiles_without_a_gpu(run_python: Callable[..., str], module: str, kernel: str, absent: list[str], target: str) -> None:
     """For both vendors, in a fresh interpreter."""

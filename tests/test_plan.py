@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dualmla_kernels.plan import (
-    MIN_PIECE,
-    OVERHEAD,
-    SPLIT_COST,
     PlanShape,
     SplitPlan,
     allocate_plan,
     balanced_plan,
     fixed_plan,
+    launch_fixed_plan,
     launch_plan,
 )
+from dualmla_kernels.plan_kernel import MIN_PIECE, OVERHEAD, SPLIT_COST
 
+TENSORS = ("pieces_of_part", "pieces", "splits")
 LENGTHS = st.lists(st.integers(0, 9000), min_size=1, max_size=70)
 SHAPES = st.builds(PlanShape, parts=st.sampled_from([1, 2, 4, 16, 33, 132]), tile=st.sampled_from([16, 64]))
 
@@ -79,8 +79,8 @@ def test_each_tile_of_each_request_is_done_once(lengths: list[int], shape: PlanS
 def test_scratch_is_bounded_by_the_programs(lengths: list[int], shape: PlanShape) -> None:
     """Whatever the lengths: that bound sizes a captured graph's scratch."""
     plan = plan_of(lengths, shape)
-    assert plan.slots == max(2 * (shape.parts - 1), 1)
-    assert int(plan.pieces[:, 3].max()) < plan.slots
+    assert plan.slots == 2 * (shape.parts - 1)
+    assert int(plan.pieces[:, 3].max()) < max(plan.slots, 1), "-1 where nothing is split, as for a single program"
     assert plan.pieces.shape[0] == len(lengths) + shape.parts
 
 
@@ -124,10 +124,10 @@ def test_kernel_equals_closed_form(device: torch.device, lengths: list[int], par
     seq_lens = torch.tensor(lengths, dtype=torch.int32)
     expected = balanced_plan(seq_lens, shape)
     got = allocate_plan(len(lengths), shape, device)
-    for name in ("pieces_of_part", "pieces", "splits"):
+    for name in TENSORS:
         getattr(got, name).fill_(-77)
     launch_plan(seq_lens.to(device), shape, got)
-    for name in ("pieces_of_part", "pieces", "splits"):
+    for name in TENSORS:
         assert torch.equal(getattr(got, name).cpu(), getattr(expected, name)), name
 
 
@@ -140,7 +140,7 @@ def test_kernel_equals_closed_form_on_any_lengths(lengths: list[int], parts: int
     seq_lens = torch.tensor(lengths, dtype=torch.int32)
     expected, got = balanced_plan(seq_lens, shape), allocate_plan(len(lengths), shape, DEVICE)
     launch_plan(seq_lens.to(DEVICE), shape, got)
-    for name in ("pieces_of_part", "pieces", "splits"):
+    for name in TENSORS:
         assert torch.equal(getattr(got, name).cpu(), getattr(expected, name)), name
 
 
@@ -151,7 +151,7 @@ def test_a_plan_is_written_into_given_buffers(device: torch.device) -> None:
     buffers = allocate_plan(10, shape, device)
     plan = balanced_plan(seq_lens, shape, out=buffers.of(3))
     fresh = balanced_plan(seq_lens, shape)
-    for name in ("pieces_of_part", "pieces", "splits"):
+    for name in TENSORS:
         assert torch.equal(getattr(plan, name), getattr(fresh, name)), name
         assert getattr(plan, name).data_ptr() == getattr(buffers, name).data_ptr(), name
     assert (plan.slots, plan.tile, plan.parts) == (fresh.slots, fresh.tile, fresh.parts)
@@ -167,4 +167,22 @@ def test_fixed_splits_depend_on_the_request_alone(lengths: list[int], splits: in
         assert [piece[:2] for piece in found[request]] == [piece[:2] for piece in pieces_by_request(alone)[0]]
         assert len(found[request]) == splits
         assert found[request][-1][1] == -(-length // 64)
-    assert plan.slots == splits * len(lengths)
+    assert plan.slots == (splits * len(lengths) if splits > 1 else 0)
+    if splits > 1:
+        assert plan.splits.tolist() == [[request, splits * request, splits * (request + 1)] for request in range(len(lengths))]
+        assert plan.pieces[:, 3].tolist() == list(range(plan.slots))
+    else:
+        assert plan.splits.eq(-1).all()
+        assert plan.pieces[:, 3].eq(-1).all()
+
+
+@pytest.mark.parametrize("splits", [1, 2, 7])
+@pytest.mark.parametrize("lengths", [[0], [65, 64, 1], [(997 * i) % 8192 for i in range(90)]], ids=["empty", "three", "90"])
+def test_fixed_kernel_equals_closed_form(device: torch.device, lengths: list[int], splits: int) -> None:
+    """Every entry, over several programs of the kernel."""
+    seq_lens = torch.tensor(lengths, dtype=torch.int32)
+    expected = fixed_plan(seq_lens, splits=splits, tile=64)
+    got = SplitPlan(*(torch.full_like(getattr(expected, name), -77).to(device) for name in TENSORS), slots=expected.slots, tile=64)
+    launch_fixed_plan(seq_lens.to(device), splits, got)
+    for name in TENSORS:
+        assert torch.equal(getattr(got, name).cpu(), getattr(expected, name)), name

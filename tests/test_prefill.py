@@ -124,14 +124,17 @@ def test_one_key_head_for_all_by_a_stride_of_zero(device: torch.device, backend:
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "out"])
 def test_offsets_past_int32(name: str, device: torch.device, backend: str) -> None:
-    """Rows so far apart that the last of 130 begins past 2^31 elements; what lies between takes no memory."""
-    inputs = make_prefill_inputs(PrefillCase(num_heads=1, query_lens=(130,), qk_head_dim=32, v_head_dim=32, dtype=BF16), device)
+    """Rows so far apart that the 64th begins past 2^31 elements give the same bits; what lies between takes no memory."""
+    inputs = make_prefill_inputs(PrefillCase(num_heads=1, query_lens=(66,), qk_head_dim=32, v_head_dim=32, dtype=BF16), device)
     near = getattr(inputs, name)
-    stride = 2**24 + 2**18
-    far = torch.empty(129 * stride + 32, dtype=BF16, device=device).as_strided(near.shape, (stride, 32, 1))
-    assert 129 * stride > 2**31
+    stride = 2**25 + 2**20
+    assert 63 * stride > 2**31
+    far = torch.empty(65 * stride + 32, dtype=BF16, device=device).as_strided(near.shape, (stride, 32, 1))
     far.copy_(near)
-    check(dataclasses.replace(inputs, **{name: far}), backend)
+    want = [x.clone() for x in check(inputs, backend)]
+    got = run_prefill(dataclasses.replace(inputs, **{name: far}), backend)
+    assert_bits_equal(got[0], want[0], "out")
+    assert_bits_equal(got[1], want[1], "lse")
 
 
 def test_same_bits_each_time(device: torch.device, backend: str) -> None:

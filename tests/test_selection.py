@@ -218,9 +218,6 @@ print("imported", "aiter" in sys.modules, "attempts", attempts)
 """
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="the script decodes on a CPU, which auto leaves to the reference where there is a GPU"
-)
 def test_without_aiter_everything_works_and_says_why(run_python: RunPython) -> None:
     """In a process that blocks the import: no import is even tried, since the device is asked first."""
     lines = run_python(ABSENT).splitlines()
@@ -255,6 +252,12 @@ def test_aiter_turned_off_is_never_imported(run_python: RunPython, tmp_path: Any
 
 
 # --- in this process: the registry and the caches, put back after each test
+
+
+@pytest.fixture(autouse=True)
+def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy of a CPU, on every machine: where there is a GPU, CPU tensors are the reference's."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.fixture

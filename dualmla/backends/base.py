@@ -116,6 +116,27 @@ class DecodeCall:
             fixed_splits=num_kv_splits is not None,
         )
 
+    @classmethod
+    def of_layer(cls, cfg: MLAConfig, kv_cache: torch.Tensor, decodes: MLAMetadata) -> DecodeCall:
+        """The decode that a layer's forward will make, described before its queries are there."""
+        return cls(
+            device=kv_cache.device,
+            dtype=cfg.dtype,
+            kv_cache_dtype=kv_cache.dtype,
+            num_heads=cfg.num_heads,
+            kv_lora_rank=cfg.kv_lora_rank,
+            qk_rope_head_dim=cfg.qk_rope_head_dim,
+            page_size=kv_cache.shape[1],
+            num_tokens=decodes.num_tokens,
+            batch_size=decodes.num_reqs,
+            max_query_len=decodes.max_query_len,
+            cache_bytes=kv_cache.numel() * kv_cache.element_size(),
+            cache_is_dense=kv_cache.is_contiguous(),
+            causal=True,
+            return_lse=False,
+            fixed_splits=False,
+        )
+
 
 @dataclass(frozen=True)
 class PrefillCall:
@@ -201,6 +222,13 @@ class MLABackend:
     def doubts(cls, call: DecodeCall | PrefillCall) -> list[str]:
         """Why auto should not hand the backend a call that it does not refuse. A backend that is forced is not asked."""
         return []
+
+    @classmethod
+    def check_forward(cls, cfg: MLAConfig, kv_cache: torch.Tensor, meta: MLAMetadata) -> None:
+        """Raise BackendUnavailable where a part of a layer's forward must be refused; asked before the cache is written.
+
+        A backend that refuses nothing, or hands on what it refuses, has nothing to say.
+        """
 
     @classmethod
     def mla_decode(

@@ -79,6 +79,13 @@ class TritonMLABackend(MLABackend):
         )
 
     @classmethod
+    def decode_scratch_bytes(cls, cfg: MLAConfig, device: torch.device, *, max_query_len: int, num_reqs: int) -> int:
+        """The most that a decode takes beside its arguments, whatever its lengths."""
+        from dualmla_kernels.decode import scratch_bytes
+
+        return scratch_bytes(cfg.num_heads, max_query_len, num_reqs, cfg.kv_lora_rank, cfg.dtype, device)
+
+    @classmethod
     def concat_and_cache_mla(
         cls, kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, *, k_scale: float | torch.Tensor
     ) -> None:

@@ -57,7 +57,7 @@ class Plan:
         title: of the problems, such as "grid quick".
         load: files that register backends.
         limit: seconds a case may take.
-        seconds: no new problem is begun after that; None: no such limit.
+        seconds: from when the backends are up; no new problem is begun after that; None: no such limit.
         save: directory for repros; None: none are written.
         shrink_seconds: for each kind of failure; 0 leaves failures as they were found.
     """
@@ -110,7 +110,6 @@ def run_check(draws: Iterable[Draw], plan: Plan, on_row: Callable[[Row], None] =
         WorkerFailed: a backend can't run at all.
         ImportError: repros are to be saved and safetensors is missing.
     """
-    start = time.perf_counter()
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     rows: list[Row] = []
     failures: dict[tuple[str, str | None], Failure] = {}
@@ -119,6 +118,7 @@ def run_check(draws: Iterable[Draw], plan: Plan, on_row: Callable[[Row], None] =
     with contextlib.ExitStack() as stack:
         workers = [stack.enter_context(Worker(backend, plan.device, plan.load, plan.limit)) for backend in plan.backends]
         names = tuple(worker.name for worker in workers)
+        start = time.perf_counter()
         report = Report(names, device_name(torch.device(plan.device)), plan.title, versions(), date, rows)
         for draw in draws:
             if plan.seconds is not None and time.perf_counter() - start > plan.seconds:

@@ -18,6 +18,9 @@ from dualmla.differential.problems.base import Call, Problem, Result
 from dualmla.differential.verdict import Finding
 from dualmla.testing import Exact, budget_used
 
+DISTINCT = 10.0
+"""Two heads whose truths are within this many allowances everywhere can't be told apart."""
+
 
 @dataclass(frozen=True)
 class Wrong:
@@ -133,7 +136,8 @@ def _swapped_heads(wrong: Wrong) -> str | None:
     """Whose attention a wrong head holds, if it is another head's."""
     head = int((wrong.out_rows & ~wrong.empty).any(1).nonzero()[0])
     for other in range(wrong.empty.shape[0]):
-        used = budget_used(wrong.result.out[:, head], wrong.exact.out[:, other], wrong.exact.out_allowed[:, other])
-        if other != head and bool((used <= 1).all()):
+        truth, allowed = wrong.exact.out[:, other], wrong.exact.out_allowed[:, other]
+        alike = bool((budget_used(wrong.exact.out[:, head], truth, allowed) < DISTINCT).all())
+        if other != head and not alike and bool((budget_used(wrong.result.out[:, head], truth, allowed) <= 1).all()):
             return f"head {head} holds the attention of head {other}"
     return None

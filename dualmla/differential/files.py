@@ -9,7 +9,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from dualmla.differential.check import Failure, Report
-from dualmla.differential.report import summary, used
+from dualmla.differential.report import share, summary, used
 from dualmla.differential.verdict import Verdict
 
 MISSING = "jinja2 is not installed, which the HTML page needs; install `dualmla[check]`"
@@ -67,7 +67,9 @@ def to_html(report: Report) -> str:
         loader=jinja2.PackageLoader("dualmla.differential", "templates"), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     rows = sorted(report.rows, key=lambda row: (row not in report.failed, -used(row)))
-    return environment.get_template("report.html").render(report=report, rows=rows, summary=summary(report), dots=_dots(report), math=math)
+    return environment.get_template("report.html").render(
+        report=report, rows=rows, summary=summary(report), dots=_dots(report), share=share
+    )
 
 
 def _dots(report: Report) -> list[dict[str, Any]]:

@@ -48,6 +48,11 @@ def used(row: Row) -> float:
     return max((max(v.comparison.budget_used, v.comparison.lse_budget_used) for v in row if v.comparison), default=-1.0)
 
 
+def share(used: float) -> str:
+    """A share of the allowance, short also where it is absurd."""
+    return f"{used:.0%}" if used < 100 else f"{used:.0e}x"
+
+
 def _print_findings(console: Console, report: Report) -> None:
     """For each backend and contract the first finding, how many cases share it, and what it shrank to."""
     found: dict[tuple[str, str], list[tuple[Verdict, Finding]]] = {}
@@ -78,6 +83,6 @@ def _cells(verdict: Verdict) -> list[str]:
     colour = {"pass": "green", "fail": "red", "refused": "yellow"}[verdict.status]
     cells = [f"{verdict.operation} {verdict.title}", verdict.backend, f"[{colour}]{verdict.status}[/]"]
     if (c := verdict.comparison) is not None:
-        numbers = (f"{c.max_error:.1e}", f"{c.allowed:.1e}", f"{c.budget_used:.0%}", f"{c.cosine_difference:.1e}")
-        cells += [*numbers, f"{c.lse_error:.1e}", f"{c.lse_budget_used:.0%}", f"{verdict.seconds:.2f}"]
+        numbers = (f"{c.max_error:.1e}", f"{c.allowed:.1e}", share(c.budget_used), f"{c.cosine_difference:.1e}")
+        cells += [*numbers, f"{c.lse_error:.1e}", share(c.lse_budget_used), f"{verdict.seconds:.2f}"]
     return cells

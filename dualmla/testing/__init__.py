@@ -32,6 +32,8 @@ from dualmla.testing.compare import (
 )
 from dualmla.testing.exact import SAFETY, U32, Exact, exact_attention, exact_decode
 from dualmla.testing.grids import QUICK_GRID
+from dualmla.testing.layer import LayerCase, LayerInputs, exact_layer, make_layer, make_layer_inputs, run_layer
+from dualmla.testing.prefill import PrefillCase, PrefillInputs, exact_prefill, make_prefill_inputs, run_prefill
 
 __all__ = [
     "QUICK_GRID",
@@ -44,6 +46,10 @@ __all__ = [
     "DecodeInputs",
     "DecodeValues",
     "Exact",
+    "LayerCase",
+    "LayerInputs",
+    "PrefillCase",
+    "PrefillInputs",
     "assert_bits_equal",
     "assert_decode_agrees",
     "budget_used",
@@ -53,8 +59,15 @@ __all__ = [
     "draw_decode_values",
     "exact_attention",
     "exact_decode",
+    "exact_layer",
+    "exact_prefill",
     "lay_out_decode",
     "make_decode_inputs",
+    "make_layer",
+    "make_layer_inputs",
+    "make_prefill_inputs",
     "poisoned_allocations",
     "run_decode",
+    "run_layer",
+    "run_prefill",
 ]

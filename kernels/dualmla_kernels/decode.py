@@ -21,7 +21,8 @@ The last dimension is dense everywhere, other strides are arguments; offsets are
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 import triton
@@ -30,9 +31,11 @@ import triton.language as tl
 from dualmla_kernels.launch import launch
 from dualmla_kernels.numerics import cast, dot
 from dualmla_kernels.plan import PlanShape, SplitPlan, balanced_plan, fixed_plan
+from dualmla_kernels.target import target_of
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
+SLACK = tl.constexpr(8.0)  # growth of a maximum, as a power of two, that a lazy rescale lets pass
 
 
 @triton.jit
@@ -45,11 +48,14 @@ def _page_ids(pages, t, on, seq_len, PAGE: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def _attend_tile(
-    t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, c, limit, seq_len, on, od, orope,
-    D: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    MASKED: tl.constexpr, EXACT: tl.constexpr,
+    t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, c, limit, seq_len,
+    D: tl.constexpr, R: tl.constexpr, R_PADDED: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    SLICES: tl.constexpr, MASKED: tl.constexpr, LAZY: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Tile t into (m, l, acc). MASKED: some row does not see all of its keys."""
+    DS: tl.constexpr = D // SLICES
+    dtype: tl.constexpr = q_rope.dtype
+    on, od, orope = tl.arange(0, BN), tl.arange(0, DS), tl.arange(0, R_PADDED)
     page = ids.to(tl.int64)
     row = on
     if MASKED:
@@ -59,25 +65,50 @@ def _attend_tile(
         row = row.to(tl.int64)
     if PAGE % BN == 0:
         k_tile = kv_ptr + page * page_stride + tl.cast((t * BN) % PAGE, tl.int64) * SLOT
-        k = tl.load(k_tile + (row[:, None] * SLOT + od[None, :])).to(q.dtype)
-        k_rope = tl.load(k_tile + (row[:, None] * SLOT + (D + orope)[None, :]), mask=(orope < R)[None, :], other=0.0).to(q.dtype)
+        k_row = (row * SLOT)[:, None]
     else:
-        k_row = kv_ptr + page * page_stride + (t * BN + row) % PAGE * SLOT
-        k = tl.load(k_row[:, None] + od[None, :]).to(q.dtype)
-        k_rope = tl.load(k_row[:, None] + (D + orope)[None, :], mask=(orope < R)[None, :], other=0.0).to(q.dtype)
-    s = dot(q, tl.trans(k), tl.zeros([BM, BN], tl.float32), EXACT)
+        k_tile = (kv_ptr + page * page_stride + (t * BN + row) % PAGE * SLOT)[:, None]
+        k_row = 0
+    s = tl.zeros([BM, BN], tl.float32)
+    k: tl.tuple = ()
+    for i in tl.static_range(SLICES):
+        k += (tl.load(k_tile + (k_row + (i * DS + od)[None, :])).to(dtype),)
+        s = dot(q[i], tl.trans(k[i]), s, EXACT)
+    k_rope = tl.load(k_tile + (k_row + (D + orope)[None, :]), mask=(orope < R)[None, :], other=0.0).to(dtype)
     s = dot(q_rope, tl.trans(k_rope), s, EXACT)
     if MASKED:
         s = tl.where((t * BN + on)[None, :] < limit[:, None], s, float("-inf"))
-    m_new = tl.maximum(m, tl.max(s, 1) * c)
-    shift = m_new
-    if MASKED:
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # no key yet: -inf - -inf would be NaN
-    p = tl.exp2(s * c - shift[:, None])
-    a = tl.exp2(m - shift)
-    l = l * a + tl.sum(p, 1)
-    acc = dot(cast(p, q.dtype, EXACT), k, acc * a[:, None], EXACT)
-    return m_new, l, acc
+    top = tl.max(s, 1) * c
+    if LAZY:
+        m_new = tl.where(top > m + SLACK, top, m)
+        if tl.max((m_new > m).to(tl.int32), 0) > 0:
+            l, acc = _rescale(m, m_new, l, acc, SLICES, MASKED)
+    else:
+        m_new = tl.maximum(m, top)
+        l, acc = _rescale(m, m_new, l, acc, SLICES, MASKED)
+    p = tl.exp2(s * c - _finite(m_new, MASKED)[:, None])
+    l += tl.sum(p, 1)
+    p = cast(p, dtype, EXACT)
+    next_acc: tl.tuple = ()
+    for i in tl.static_range(SLICES):
+        next_acc += (dot(p, k[i], acc[i], EXACT),)
+    return m_new, l, next_acc
+
+
+@triton.jit
+def _rescale(m, m_new, l, acc, SLICES: tl.constexpr, MASKED: tl.constexpr):
+    """`l` and `acc`, relative to 2^m, relative to 2^m_new."""
+    a = tl.exp2(m - _finite(m_new, MASKED))
+    scaled: tl.tuple = ()
+    for i in tl.static_range(SLICES):
+        scaled += (acc[i] * a[:, None],)
+    return l * a, scaled
+
+
+@triton.jit
+def _finite(m, MASKED: tl.constexpr):
+    """`m`, and 0 for a row that has seen no key yet: -inf - -inf would be NaN. Without a mask every row has seen one."""
+    return tl.where(m == float("-inf"), 0.0, m) if MASKED else m
 
 
 @triton.jit
@@ -87,7 +118,7 @@ def _decode(
     softmax_scale, k_scale, num_reqs, num_tokens, table_stride,
     q_token_stride, q_head_stride, page_stride, out_token_stride, out_head_stride, lse_head_stride, lse_token_stride,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, R_PADDED: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr, CAUSAL: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr, LAZY: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Program (group, part): the pieces of `part` for rows `group * BM` on of each request.
 
@@ -100,7 +131,7 @@ def _decode(
     c = softmax_scale * k_scale * LOG2E
     row = group * BM + tl.arange(0, BM)  # (token, head) pair within a request
     token, head = row // H, row % H
-    od, orope, on = tl.arange(0, D), tl.arange(0, R_PADDED), tl.arange(0, BN)
+    od, orope, on = tl.arange(0, D // SLICES), tl.arange(0, R_PADDED), tl.arange(0, BN)
 
     for w in tl.range(tl.load(pieces_of_part_ptr + part), tl.load(pieces_of_part_ptr + part + 1), num_stages=1):
         request = tl.load(pieces_ptr + 4 * w)
@@ -125,11 +156,14 @@ def _decode(
             end_tile = first_tile
 
         q_row = q_ptr + (first_token + token).to(tl.int64) * q_token_stride + head.to(tl.int64) * q_head_stride
-        q = tl.load(q_row[:, None] + od[None, :], mask=live[:, None], other=0.0)
+        q: tl.tuple = ()
+        acc: tl.tuple = ()
+        for i in tl.static_range(SLICES):
+            q += (tl.load(q_row[:, None] + (i * (D // SLICES) + od)[None, :], mask=live[:, None], other=0.0),)
+            acc += (tl.zeros([BM, D // SLICES], tl.float32),)
         q_rope = tl.load(q_row[:, None] + (D + orope)[None, :], mask=live[:, None] & (orope < R)[None, :], other=0.0)
         m = tl.full([BM], float("-inf"), tl.float32)
         l = tl.zeros([BM], tl.float32)
-        acc = tl.zeros([BM, D], tl.float32)
         pages = block_table_ptr + request.to(tl.int64) * table_stride
 
         # page ids are read a tile early: a load that waits for another load can't be pipelined as deep
@@ -137,25 +171,29 @@ def _decode(
         whole = tl.minimum(end_tile, tl.maximum(least, 0) // BN)
         for t in tl.range(first_tile, whole, num_stages=STAGES):
             next_ids = _page_ids(pages, t + 1, on, seq_len, PAGE, BN)
-            m, l, acc = _attend_tile(t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, c, limit, seq_len, on, od, orope,
-                                     D, R, PAGE, SLOT, BM, BN, False, EXACT)  # fmt: skip
+            m, l, acc = _attend_tile(t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, c, limit, seq_len,
+                                     D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, False, LAZY, EXACT)  # fmt: skip
             ids = next_ids
         for t in tl.range(tl.maximum(first_tile, whole), end_tile, num_stages=STAGES):
             ids = _page_ids(pages, t, on, seq_len, PAGE, BN)
-            m, l, acc = _attend_tile(t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, c, limit, seq_len, on, od, orope,
-                                     D, R, PAGE, SLOT, BM, BN, True, EXACT)  # fmt: skip
+            m, l, acc = _attend_tile(t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, c, limit, seq_len,
+                                     D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, True, LAZY, EXACT)  # fmt: skip
 
         seen = l > 0.0
-        result = acc * (k_scale / tl.where(seen, l, 1.0))[:, None]
+        weight = k_scale / tl.where(seen, l, 1.0)
         row_lse = tl.where(seen, m + tl.log2(tl.where(seen, l, 1.0)), float("-inf"))
         if slot < 0:
             out_row = out_ptr + (first_token + token).to(tl.int64) * out_token_stride + head.to(tl.int64) * out_head_stride
-            tl.store(out_row[:, None] + od[None, :], cast(result, out_ptr.dtype.element_ty, EXACT), mask=live[:, None])
+            for i in tl.static_range(SLICES):
+                result = cast(acc[i] * weight[:, None], out_ptr.dtype.element_ty, EXACT)
+                tl.store(out_row[:, None] + (i * (D // SLICES) + od)[None, :], result, mask=live[:, None])
             if lse_ptr is not None:
                 tl.store(lse_ptr + head.to(tl.int64) * lse_head_stride + (first_token + token) * lse_token_stride, row_lse * LN2, mask=live)
         else:
             partial = slot.to(tl.int64) * (groups * BM) + row
-            tl.store(partial_out_ptr + partial[:, None] * D + od[None, :], result, mask=live[:, None])
+            partial_row = partial_out_ptr + partial[:, None] * D
+            for i in tl.static_range(SLICES):
+                tl.store(partial_row + (i * (D // SLICES) + od)[None, :], acc[i] * weight[:, None], mask=live[:, None])
             tl.store(partial_lse_ptr + partial, row_lse, mask=live)
 
     # tokens that no request owns are padding: every row is written
@@ -166,7 +204,9 @@ def _decode(
         pad_token, pad_head = (end_token + pad // H).to(tl.int64), (pad % H).to(tl.int64)
         is_padding = pad < padding_rows
         pad_row = out_ptr + pad_token * out_token_stride + pad_head * out_head_stride
-        tl.store(pad_row[:, None] + od[None, :], tl.zeros([BM, D], out_ptr.dtype.element_ty), mask=is_padding[:, None])
+        for i in tl.static_range(SLICES):
+            zero = tl.zeros([BM, D // SLICES], out_ptr.dtype.element_ty)
+            tl.store(pad_row[:, None] + (i * (D // SLICES) + od)[None, :], zero, mask=is_padding[:, None])
         if lse_ptr is not None:
             nothing = tl.full([BM], float("-inf"), tl.float32)
             tl.store(lse_ptr + pad_head * lse_head_stride + pad_token * lse_token_stride, nothing, mask=is_padding)
@@ -211,29 +251,47 @@ def _combine(
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """How the kernel is compiled: rows and keys a tile, pipeline stages, warps, programs for the whole device."""
+    """How the kernel is compiled, and for how many programs.
+
+    Attributes:
+        block_m: rows a tile.
+        block_n: keys a tile.
+        slices: the latent row is held in as many slices of columns.
+        stages: tiles of keys under way.
+        lazy: whether the accumulator is rescaled only when a maximum has grown by 2^SLACK.
+        programs: for the whole device.
+        warps: of a program; waves of 64 lanes on AMD.
+        options: of the compiler for AMD.
+    """
 
     block_m: int
     block_n: int
+    slices: int
     stages: int
-    warps: int
+    lazy: bool
     programs: int
+    warps: int
+    options: Mapping[str, int] = field(default_factory=dict)
 
 
 def decode_config(rows: int, dtype: torch.dtype, device: torch.device) -> DecodeConfig:
-    """The configuration for `rows` (token, head) pairs a request. Evidence: docs/performance.md."""
+    """The configuration for `rows` (token, head) pairs a request. Evidence: docs/compiled.md, docs/performance.md."""
+    target = target_of(device)
     wide = rows > 16
-    if device.type == "cpu":
-        # four programs, so that split rows are met in small tests too
-        return DecodeConfig(block_m=64 if wide else 16, block_n=64, stages=1, warps=1, programs=4)
-    properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip:
-        return DecodeConfig(block_m=64 if wide else 16, block_n=32, stages=1, warps=4, programs=properties.multi_processor_count)
+    if target.platform == "cpu":
+        # four programs, so that split rows are met in small tests too; the two sizes show both ways to rescale
+        return DecodeConfig(64 if wide else 16, 64, slices=2 if wide else 1, stages=1, lazy=wide, programs=4, warps=1)
+    if target.platform == "hip":
+        options = {"matrix_instr_nonkdim": 16}
+        if wide:
+            return DecodeConfig(64, 32, slices=2, stages=1, lazy=True, programs=target.processors, warps=4, options=options)
+        # a wave alone multiplies nothing twice and waits for nobody; four of them keep a compute unit's memory busy
+        return DecodeConfig(16, 16, slices=2, stages=1, lazy=False, programs=4 * target.processors, warps=1, options=options)
     if dtype == torch.float32:
-        return DecodeConfig(block_m=16, block_n=32, stages=2, warps=4, programs=properties.multi_processor_count)
+        return DecodeConfig(16, 32, slices=1, stages=2, lazy=False, programs=target.processors, warps=4)
     if wide:
-        return DecodeConfig(block_m=64, block_n=64, stages=2, warps=8, programs=properties.multi_processor_count)
-    return DecodeConfig(block_m=16, block_n=64, stages=3, warps=8, programs=properties.multi_processor_count)
+        return DecodeConfig(64, 64, slices=1, stages=2, lazy=False, programs=target.processors, warps=8)
+    return DecodeConfig(16, 64, slices=1, stages=3, lazy=False, programs=target.processors, warps=8)
 
 
 def plan_decode(
@@ -257,6 +315,16 @@ def plan_shape(num_heads: int, max_query_len: int, dtype: torch.dtype, device: t
     config = decode_config(_config_rows(num_heads, max_query_len, None), dtype, device)
     groups = triton.cdiv(num_heads * max_query_len, config.block_m)
     return PlanShape(parts=max(config.programs // groups, 1), tile=config.block_n)
+
+
+def scratch_bytes(num_heads: int, max_query_len: int, num_reqs: int, kv_lora_rank: int, dtype: torch.dtype, device: torch.device) -> int:
+    """The most that a decode with a balanced plan takes beside its arguments, whatever its lengths: partial results and plan.
+
+    A program splits at most two requests, the first and the last of its share: two partial results of `block_m` rows.
+    """
+    config = decode_config(_config_rows(num_heads, max_query_len, None), dtype, device)
+    partial = 2 * config.programs * config.block_m * (kv_lora_rank + 1) * 4
+    return partial + (num_reqs + config.programs) * (4 + 3 + 1) * 4
 
 
 def _config_rows(num_heads: int, max_query_len: int, num_kv_splits: int | None) -> int:
@@ -314,7 +382,8 @@ def mla_decode(
         softmax_scale, 1.0 if on_device else k_scale, seq_lens.shape[0], num_tokens, block_table.stride(0),
         q.stride(0), q.stride(1), kv_cache.stride(0), out.stride(0), out.stride(1), *lse_strides,
         H=heads, D=rank, R=rope, R_PADDED=triton.next_power_of_2(rope), PAGE=kv_cache.shape[1], SLOT=kv_cache.stride(1), CAUSAL=causal,
-        BM=config.block_m, BN=config.block_n, STAGES=config.stages, EXACT=exact, num_warps=config.warps,
+        BM=config.block_m, BN=config.block_n, SLICES=config.slices, STAGES=config.stages, LAZY=config.lazy,
+        EXACT=exact, num_warps=config.warps, **config.options,
     )  # fmt: skip
     # few requests in many pieces: many pieces at a time, the columns shared out to more programs
     many = plan.parts > 8 * num_reqs

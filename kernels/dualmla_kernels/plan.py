@@ -13,7 +13,7 @@ tiles that the busiest program would do, OVERHEAD for each piece that it starts 
            [start_r + MIN_PIECE, start_r + tiles_r - MIN_PIECE], where start_r is the unit of its first tile.
 
 In each of them request r has `count_r` pieces for the programs from `owner_r` on, the first of `first_r` tiles and the
-others of `step_r` (the last: what is left). `_closed_form` is that in torch: it serves a CPU and judges the kernel.
+others of `step_r` (the last: what is left). The closed forms here serve a CPU, and judge the kernels of plan_kernel.py.
 """
 
 from __future__ import annotations
@@ -21,17 +21,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 
 from dualmla_kernels.launch import launch
-
-OVERHEAD = tl.constexpr(2)  # cost of starting a piece (queries loaded, output written), in tiles
-MIN_PIECE = tl.constexpr(2)  # tiles worth a piece of their own
-SPLIT_COST = tl.constexpr(4)  # tiles that the combine of split requests is worth
-
-BLOCK = 16
-"""Pieces, and programs of the decode, that one program of the plan works out."""
+from dualmla_kernels.plan_kernel import BLOCK, MIN_PIECE, OVERHEAD, SPLIT_COST, balanced_kernel, fixed_kernel
 
 
 @dataclass(frozen=True)
@@ -86,7 +78,7 @@ def allocate_plan(num_reqs: int, shape: PlanShape, device: torch.device) -> Spli
     pieces_of_part = torch.empty(shape.parts + 1, dtype=torch.int32, device=device)
     pieces = torch.empty(num_reqs + shape.parts, 4, dtype=torch.int32, device=device)
     splits = torch.empty(_most_splits(num_reqs, shape.parts), 3, dtype=torch.int32, device=device)
-    return SplitPlan(pieces_of_part, pieces, splits, slots=max(2 * (shape.parts - 1), 1), tile=shape.tile)
+    return SplitPlan(pieces_of_part, pieces, splits, slots=2 * (shape.parts - 1), tile=shape.tile)
 
 
 def balanced_plan(seq_lens: torch.Tensor, shape: PlanShape, out: SplitPlan | None = None) -> SplitPlan:
@@ -106,9 +98,9 @@ def launch_plan(seq_lens: torch.Tensor, shape: PlanShape, out: SplitPlan) -> Non
     """The kernel's balanced plan, on any device: `balanced_plan` prefers the closed form on a CPU."""
     num_reqs = seq_lens.shape[0]
     launch(
-        _plan, (plan_blocks(num_reqs, shape.parts),), seq_lens.device,
+        balanced_kernel, (plan_blocks(num_reqs, shape.parts),), seq_lens.device,
         seq_lens, num_reqs, num_reqs, shape.parts, out.pieces_of_part, out.pieces, out.splits,
-        TILE=shape.tile, PARTS=triton.next_power_of_2(shape.parts), BLOCK=BLOCK, num_warps=4,
+        TILE=shape.tile, PARTS=parts_padded(shape.parts), BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
 
 
@@ -117,23 +109,51 @@ def plan_blocks(num_reqs: int, parts: int) -> int:
     return -(-(num_reqs + parts) // BLOCK)
 
 
+def parts_padded(parts: int) -> int:
+    """`parts` rounded up to a power of two."""
+    return 1 << (parts - 1).bit_length()
+
+
 def fixed_plan(seq_lens: torch.Tensor, *, splits: int, tile: int) -> SplitPlan:
-    """Every request in `splits` pieces cut by its own length alone, so that a row has the same bits alone and in a batch."""
-    num_reqs = seq_lens.shape[0]
+    """Every request in `splits` pieces cut by its own length alone, so that a row has the same bits alone and in a batch.
+
+    A program of the decode for each piece; pieces past a short request's last tile are empty.
+    """
+    num_reqs, device = seq_lens.shape[0], seq_lens.device
+    pieces = torch.empty(num_reqs * splits, 4, dtype=torch.int32, device=device)
+    pieces_of_part = torch.empty(num_reqs * splits + 1, dtype=torch.int32, device=device)
+    split_rows = torch.empty(num_reqs if splits > 1 else 1, 3, dtype=torch.int32, device=device)
+    plan = SplitPlan(pieces_of_part, pieces, split_rows, slots=num_reqs * splits if splits > 1 else 0, tile=tile)
+    if device.type == "cpu":
+        _fixed_closed_form(seq_lens, splits, plan)
+    else:
+        launch_fixed_plan(seq_lens, splits, plan)
+    return plan
+
+
+def launch_fixed_plan(seq_lens: torch.Tensor, splits: int, out: SplitPlan) -> None:
+    """The kernel's fixed plan, on any device: `fixed_plan` prefers the closed form on a CPU."""
+    count = seq_lens.shape[0] * splits
+    launch(
+        fixed_kernel, (count // 256 + 1,), seq_lens.device,
+        seq_lens, count, splits, out.pieces_of_part, out.pieces, out.splits, TILE=out.tile, BLOCK=256, num_warps=4,
+    )  # fmt: skip
+
+
+def _fixed_closed_form(seq_lens: torch.Tensor, splits: int, out: SplitPlan) -> None:
     device = seq_lens.device
-    tiles = ((seq_lens.long() + tile - 1) // tile)[:, None]
+    request = torch.arange(seq_lens.shape[0], device=device)[:, None].expand(-1, splits)
+    nth = torch.arange(splits, device=device)
+    tiles = ((seq_lens.long() + out.tile - 1) // out.tile)[:, None]
     each = (tiles + splits - 1) // splits
-    nth = torch.arange(splits, device=device)[None, :]
-    request = torch.arange(num_reqs, device=device)[:, None].expand(-1, splits)
-    low, high = torch.minimum(nth * each, tiles), torch.minimum((nth + 1) * each, tiles)
     slot = request * splits + nth if splits > 1 else torch.full_like(request, -1)
-    pieces = torch.stack([request, low, high, slot], -1).view(-1, 4)
-    first = torch.arange(num_reqs, device=device) * splits
-    split_rows = torch.stack([torch.arange(num_reqs, device=device), first, first + splits], 1)
-    if splits == 1:
-        split_rows = torch.full((1, 3), -1, device=device)
-    pieces_of_part = torch.arange(num_reqs * splits + 1, device=device)
-    return SplitPlan(pieces_of_part.int(), pieces.int(), split_rows.int(), slots=num_reqs * splits, tile=tile)
+    cuts = torch.minimum(nth * each, tiles), torch.minimum((nth + 1) * each, tiles)
+    out.pieces.copy_(torch.stack([request, *cuts, slot], -1).view(-1, 4))
+    torch.arange(out.parts + 1, out=out.pieces_of_part)
+    out.splits.fill_(-1)
+    if splits > 1:
+        first = request[:, 0] * splits
+        out.splits.copy_(torch.stack([request[:, 0], first, first + splits], 1))
 
 
 def _most_splits(num_reqs: int, parts: int) -> int:
@@ -187,131 +207,3 @@ def _closed_form(seq_lens: torch.Tensor, shape: PlanShape) -> tuple[torch.Tensor
     order = torch.argsort((count == 1).to(torch.int8), stable=True)[: _most_splits(num_reqs, parts)]
     splits = torch.stack([order, first_slot[order], first_slot[order] + count[order]], 1)
     return pieces_of_part, table, torch.where(count[order, None] > 1, splits, -1)
-
-
-@triton.jit
-def _tiles(seq_lens_ptr, request, live, num_reqs, TILE: tl.constexpr):
-    """Tiles of each request, at least 1; requests from `live` on are empty, from `num_reqs` on there are none: 0."""
-    length = tl.load(seq_lens_ptr + request, mask=request < live, other=0)
-    return tl.where(request < num_reqs, (tl.maximum(length, 1) - 1) // TILE + 1, 0)
-
-
-@triton.jit
-def _even_size(tiles, spare, total):
-    """Tiles of each of the equal pieces of a request."""
-    pieces = (tiles.to(tl.int64) * spare // total).to(tl.int32) + 1
-    pieces = tl.minimum(pieces, tl.maximum(tiles // MIN_PIECE, 1))
-    return (tiles + pieces - 1) // pieces
-
-
-@triton.jit
-def plan_block(
-    block, seq_lens_ptr, live, num_reqs, parts, pieces_of_part_ptr, pieces_ptr, splits_ptr,
-    TILE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr = 256,
-):  # fmt: skip
-    """Pieces and programs `block * BLOCK` on of the plan; block 0 writes the splits too.
-
-    `live` of the `num_reqs` requests have a length at `seq_lens_ptr`. Requests are walked CHUNK at a time with the running
-    sums carried over. PARTS: `parts`, rounded up to a power of two.
-    """
-    on = tl.arange(0, CHUNK)
-    total = 0
-    for c in range(0, num_reqs, CHUNK):
-        total += tl.sum(_tiles(seq_lens_ptr, c + on, live, num_reqs, TILE), 0)
-    payload = tl.maximum((total + OVERHEAD * num_reqs + parts - 1) // parts, 2 * MIN_PIECE)
-
-    spare = tl.maximum(parts - num_reqs, 0)
-    largest = 0
-    for c in range(0, num_reqs, CHUNK):
-        tiles = _tiles(seq_lens_ptr, c + on, live, num_reqs, TILE)
-        largest = tl.maximum(largest, tl.max(_even_size(tiles, spare, total), 0))
-    even = (largest <= payload) & (num_reqs <= parts)
-
-    each = (num_reqs + parts - 1) // parts
-    load = tl.zeros([PARTS], tl.int32)
-    DEAL: tl.constexpr = 2048 // PARTS  # requests of each program that are looked at together
-    for d in range(0, each, DEAL):
-        nth = d + tl.arange(0, DEAL)
-        request = tl.arange(0, PARTS)[:, None] * each + nth[None, :]
-        tiles = _tiles(seq_lens_ptr, request, live, num_reqs, TILE)
-        load += tl.sum(tl.where((nth < each)[None, :] & (tiles > 0), tiles + OVERHEAD, 0), 1)
-    best = payload
-    if even:
-        best = largest
-    whole = tl.max(load, 0) <= best + OVERHEAD + SPLIT_COST
-
-    mine = block * BLOCK + tl.arange(0, BLOCK)  # pieces, and programs of the decode
-    request, low = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
-    high, slot = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
-    pieces_before = tl.zeros([BLOCK], tl.int32)
-    units, all_pieces, all_slots, all_splits = 0, 0, 0, 0
-    for c in range(0, num_reqs, CHUNK):
-        r = c + on
-        tiles = _tiles(seq_lens_ptr, r, live, num_reqs, TILE)
-        exists = r < num_reqs
-        unit = tl.where(exists, tiles + OVERHEAD, 0)
-        start = units + tl.cumsum(unit, 0) - tiles
-        units += tl.sum(unit, 0)
-        first_cut = (start + MIN_PIECE + payload - 1) // payload
-        count = tl.maximum((start + tiles - MIN_PIECE) // payload - first_cut + 1, 0) + 1
-        first, step = first_cut * payload - start, tl.zeros([CHUNK], tl.int32) + payload
-        if even:
-            first = _even_size(tiles, spare, total)
-            step = first
-            count = (tiles + first - 1) // tl.maximum(first, 1)
-        if whole:
-            count = tl.full([CHUNK], 1, tl.int32)
-        count = tl.where(exists, count, 0)
-        begin = all_pieces + tl.cumsum(count, 0) - count
-        all_pieces += tl.sum(count, 0)
-        owner = tl.minimum(first_cut - 1, parts - 1)
-        if even:
-            owner = begin
-        if whole:
-            owner = r // each
-        slots = tl.where(count > 1, count, 0)
-        first_slot = all_slots + tl.cumsum(slots, 0) - slots
-        all_slots += tl.sum(slots, 0)
-
-        nth = mine[:, None] - begin[None, :]
-        here = (nth >= 0) & (nth < count[None, :])
-        request += tl.sum(tl.where(here, r[None, :], 0), 1)
-        low += tl.sum(tl.where(here & (nth > 0), first[None, :] + (nth - 1) * step[None, :], 0), 1)
-        last = nth == count[None, :] - 1
-        high += tl.sum(tl.where(here, tl.where(last, tiles[None, :], first[None, :] + nth * step[None, :]), 0), 1)
-        slot += tl.sum(tl.where(here, tl.where(count[None, :] > 1, first_slot[None, :] + nth, -1), 0), 1)
-        before = tl.minimum(tl.maximum(mine[:, None] - owner[None, :], 0), count[None, :])
-        pieces_before += tl.sum(before, 1)
-
-        if block == 0:
-            is_split = (count > 1).to(tl.int32)
-            row = splits_ptr + 3 * (all_splits + tl.cumsum(is_split, 0) - is_split)
-            all_splits += tl.sum(is_split, 0)
-            tl.store(row, r, mask=count > 1)
-            tl.store(row + 1, first_slot, mask=count > 1)
-            tl.store(row + 2, first_slot + count, mask=count > 1)
-
-    in_table = mine < num_reqs + parts
-    is_piece = mine < all_pieces
-    tl.store(pieces_ptr + 4 * mine, tl.where(is_piece, request, -1), mask=in_table)
-    tl.store(pieces_ptr + 4 * mine + 1, tl.where(is_piece, low, -1), mask=in_table)
-    tl.store(pieces_ptr + 4 * mine + 2, tl.where(is_piece, high, -1), mask=in_table)
-    tl.store(pieces_ptr + 4 * mine + 3, tl.where(is_piece, slot, -1), mask=in_table)
-    tl.store(pieces_of_part_ptr + mine, pieces_before, mask=mine <= parts)
-    if block == 0:
-        slack = 3 * tl.minimum(num_reqs, tl.maximum(parts - 1, 1))
-        for s in range(3 * all_splits, slack, CHUNK):
-            tl.store(splits_ptr + s + on, -1, mask=s + on < slack)
-
-
-# what changes from batch to batch must not ask for another compilation
-@triton.jit(
-    do_not_specialize=["live", "num_reqs", "parts"],
-    do_not_specialize_on_alignment=["seq_lens_ptr", "pieces_of_part_ptr", "pieces_ptr", "splits_ptr"],
-)
-def _plan(
-    seq_lens_ptr, live, num_reqs, parts, pieces_of_part_ptr, pieces_ptr, splits_ptr,
-    TILE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Program b works out block b of the plan."""
-    plan_block(tl.program_id(0), seq_lens_ptr, live, num_reqs, parts, pieces_of_part_ptr, pieces_ptr, splits_ptr, TILE, PARTS, BLOCK)

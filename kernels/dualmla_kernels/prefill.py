@@ -178,10 +178,16 @@ def prefill_config(max_seqlen_q: int, dtype: torch.dtype, platform: str) -> Pref
     if dtype == torch.float32:
         return PrefillConfig(block_m=64, block_n=32, stages=1 if platform == "hip" else 2, warps=4, group=8)
     if platform == "hip":
-        return PrefillConfig(block_m=64 if short else 128, block_n=64, stages=1, warps=4 if short else 8, group=8)
+        # as compiled for gfx942: 238 registers and none spilled; 64 keys spill, with four warps or eight
+        return PrefillConfig(block_m=64 if short else 128, block_n=32, stages=1, warps=4, group=8)
     if short:
         return PrefillConfig(block_m=64, block_n=64, stages=2, warps=4, group=8)
     return PrefillConfig(block_m=128, block_n=128, stages=2, warps=8, group=8)
+
+
+LEAST_V = {"cpu": 16, "hip": 16, "cuda": 64}
+"""Columns of a value tile at least. As Triton 3.6 compiles it for sm_90, a wgmma over 16 of them reads past shared memory
+(`_prefill` with v_head_dim 16 under compute-sanitizer on an H200)."""
 
 
 def split_head_dim(head_dim: int) -> tuple[int, int]:
@@ -227,7 +233,7 @@ def mla_prefill(
         q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse, softmax_scale, num_reqs, num_tokens, blocks,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0), out.stride(1),
         *((0, 0) if lse is None else lse.stride()),
-        H=heads, D0=first, D1=rest, D1_PADDED=max(triton.next_power_of_2(rest), 16), V=v_dim, V_PADDED=triton.next_power_of_2(v_dim),
+        H=heads, D0=first, D1=rest, D1_PADDED=max(triton.next_power_of_2(rest), 16), V=v_dim, V_PADDED=max(triton.next_power_of_2(v_dim), LEAST_V[platform]),
         CAUSAL=causal, BM=config.block_m, BN=config.block_n, GROUP=group, STAGES=config.stages,
         EXACT=device.type == "cpu", num_warps=config.warps,
     )  # fmt: skip

@@ -2,9 +2,7 @@
 
 import logging
 import random
-import runpy
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,17 +16,6 @@ from dualmla.differential.snapshot import DecodeSeen, Snapshot
 from dualmla.graph import DecodeGraphs, MLAGraphState
 from dualmla.testing import DecodeCase, assert_bits_equal, assert_decode_agrees, make_decode_inputs
 from dualmla.testing.layer import LayerCase, make_layer_inputs
-
-FAULTS = Path(__file__).parent / "faults.py"
-
-
-@pytest.fixture(scope="module")
-def faulty():
-    """The faulty backends by name; registered once in a process."""
-    names = {"fault-scale", "fault-mask", "fault-sound"}
-    if not names <= set(dualmla.selection._registry):
-        runpy.run_path(str(FAULTS))
-    return dualmla.selection._registry
 
 
 def decode(backend, case, *, with_lse=True):

@@ -69,6 +69,17 @@ class AiterMLABackend(MLABackend):
         return doubts
 
     @classmethod
+    def check_forward(cls, cfg: MLAConfig, kv_cache: torch.Tensor, meta: MLAMetadata) -> None:
+        """As `MLABackend.check_forward`."""
+        decodes, reasons = meta.decode_metadata, []
+        if decodes is not None:
+            reasons += cls.decode_refusals(DecodeCall.of_layer(cfg, kv_cache, decodes))
+        if meta.num_prefills:
+            reasons += cls.prefill_refusals(PrefillCall(kv_cache.device, cfg.dtype, cfg.num_heads, cfg.qk_head_dim, cfg.v_head_dim))
+        if reasons:
+            raise BackendUnavailable(cls.name, reasons)
+
+    @classmethod
     def mla_decode(
         cls,
         q: torch.Tensor,

@@ -81,13 +81,13 @@ class DecodeProblem(Problem):
             return
         for request, (first, new) in enumerate(self._spans()):
             if new:
-                yield slice(first, first + new), self._requests([request])
+                yield slice(first, first + new), self._requests([request], padding=0)
 
     def smaller(self) -> Iterator[DecodeProblem]:
         case = self.case
         requests = list(range(len(case.seq_lens)))
         for kept in _parts(requests):
-            yield self._requests(kept)
+            yield self._requests(kept, self.case.padding_tokens)
         for kept in _parts(list(range(case.num_heads))):
             yield replace(self, values=DecodeValues(replace(case, num_heads=len(kept)), self.values.q[:, kept], self.values.rows))
         for cut in (lambda n: n // 2, lambda n: n - 64, lambda n: n - 1):
@@ -95,6 +95,7 @@ class DecodeProblem(Problem):
         yield from self._fewer_tokens()
         for simple in (
             {"padding_tokens": 0},
+            {"padding_tokens": min(case.padding_tokens, 1)},
             {"shared_pages": 0},
             {"strided": False},
             {"first_page": 0},
@@ -111,8 +112,8 @@ class DecodeProblem(Problem):
         yield from self._plainer_numbers()
 
     def _with(self, **changes: object) -> DecodeProblem:
-        q = self.values.q[: self.tokens] if changes.get("padding_tokens") == 0 else self.values.q
-        return DecodeProblem(DecodeValues(replace(self.case, **changes), q, self.values.rows))  # type: ignore[arg-type]
+        case = replace(self.case, **changes)  # type: ignore[arg-type]
+        return DecodeProblem(DecodeValues(case, self.values.q[: self.tokens + case.padding_tokens], self.values.rows))
 
     def _spans(self) -> list[tuple[int, int]]:
         """(first token, tokens) of each request."""
@@ -124,11 +125,11 @@ class DecodeProblem(Problem):
         shared = self.case.full_shared_pages * self.case.page_size
         return [torch.cat([self.values.rows[0][:shared], rows[shared:]]) if shared else rows for rows in self.values.rows]
 
-    def _requests(self, kept: Sequence[int]) -> DecodeProblem:
-        """Without the other requests and without padding."""
+    def _requests(self, kept: Sequence[int], padding: int) -> DecodeProblem:
+        """Without the other requests."""
         spans, rows = self._spans(), self._rows()
         q = [self.values.q[spans[i][0] : sum(spans[i])] for i in kept]
-        return self._rebuilt(q, [rows[i] for i in kept], padding=0)
+        return self._rebuilt(q, [rows[i] for i in kept], padding)
 
     def _rebuilt(self, q: list[torch.Tensor], rows: list[torch.Tensor], padding: int) -> DecodeProblem:
         tail = self.values.q[len(self.values.q) - padding :] if padding else self.values.q[:0]

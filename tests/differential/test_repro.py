@@ -1,0 +1,126 @@
+"""Failures as files, and back; reports as files."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from conftest import FAULTS_FILE
+
+from dualmla.differential import check, repro
+from dualmla.differential.check import Plan, run_check
+from dualmla.differential.files import to_html, to_json, to_junit
+from dualmla.differential.grids import GRIDS, random_problems
+from dualmla.differential.judge import judge
+from dualmla.differential.problems import OPERATIONS, DecodeProblem, unpack
+from dualmla.testing import DecodeCase, assert_bits_equal
+
+CASES = (
+    DecodeCase(num_heads=2, seq_lens=(20, 5), query_lens=(2, 1), page_size=3, kv_cache_dtype=torch.float8_e4m3fn, k_scale=0.5),
+    DecodeCase(num_heads=2, seq_lens=(3,), dtype=torch.float32),
+)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """A check of a sound and a faulty backend that failed."""
+    plan = Plan(["fault-sound", "fault-heads"], "cpu", "two cases", load=(FAULTS_FILE,), save=tmp_path_factory.mktemp("repros"))
+    return run_check([lambda case=case: DecodeProblem.draw(case) for case in CASES], plan)
+
+
+def test_a_random_problem_is_a_function_of_seed_and_place():
+    one, two = ([draw() for draw, _ in zip(random_problems(seed), range(40), strict=False)] for seed in (3, 3))
+    assert [problem.title for problem in one] == [problem.title for problem in two]
+    assert {problem.operation for problem in one} >= {"decode", "prefill", "forward"}
+    assert one[0].title != next(random_problems(4))().title
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_problem_survives_packing(operation):
+    problem = next(p for draw in random_problems(11) if (p := draw()).operation == operation)
+    fields, tensors = problem.pack()
+    again = unpack(operation, json.loads(json.dumps(fields)), tensors)
+    assert again.title == problem.title
+    for name, tensor in again.pack()[1].items():
+        assert_bits_equal(tensor, tensors[name], name)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_grid_can_be_drawn(grid):
+    draws = GRIDS[grid]()
+    assert len(draws) > 20
+    assert judge(draws[0](), "reference").status == "pass"
+
+
+def test_the_first_failure_of_each_kind_is_shrunk_and_saved(report):
+    assert [[v.status for v in row] for row in report.rows] == [["pass", "fail"], ["pass", "fail"]]
+    (failure,) = report.failures
+    assert failure.shrunk.kind == "heads"
+    assert failure.problem.case.seq_lens in ((1,), (2,))
+    saved = repro.load(failure.path)
+    assert saved.backend == "fault-heads"
+    assert saved.findings[0]["contract"] == "Error budget"
+    assert saved.problem.title == failure.problem.title
+
+
+def test_the_script_runs_and_fails_alone(report):
+    failure = report.failures[0]
+    script = failure.path.with_suffix(".py")
+    assert len(failure.script.split('"""', 2)[2].strip().splitlines()) <= 10
+    paths = [path for path in sys.path if path]
+    done = subprocess.run([sys.executable, script], env={"PYTHONPATH": ":".join(paths)}, capture_output=True, text=True, check=False)
+    assert "head 0 holds the attention of head 1" in done.stdout
+    assert "AssertionError" in done.stderr
+
+
+def test_what_is_no_repro_is_refused(tmp_path):
+    (tmp_path / "x.json").write_text("{}")
+    with pytest.raises(ValueError, match="is not a repro: KeyError"):
+        repro.load(tmp_path / "x.json")
+    (tmp_path / "x.json").write_text(json.dumps({"format": 99}))
+    with pytest.raises(ValueError, match="has format 99, this version reads format 1"):
+        repro.load(tmp_path / "x.safetensors")
+
+
+def test_json(report):
+    fields = json.loads(to_json(report), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert fields["backends"] == ["fault-sound", "fault-heads"]
+    assert [verdict["status"] for verdict in fields["rows"][0]] == ["pass", "fail"]
+    assert fields["failures"][0]["repro"] == str(report.failures[0].path)
+
+
+def test_junit(report):
+    suites = ElementTree.fromstring(to_junit(report)).findall("testsuite")
+    assert [(suite.get("name"), suite.get("tests"), suite.get("failures")) for suite in suites] == [
+        ("fault-sound", "2", "0"),
+        ("fault-heads", "2", "2"),
+    ]
+    assert suites[1].find("testcase/failure").get("type") == "Error budget"
+
+
+def test_html_is_one_page(report):
+    page = to_html(report)
+    assert page.count("<circle") == page.count("<rect") == 2
+    assert all(str(case) in page for case in CASES)
+    assert "head 0 holds the attention of head 1" in page
+    assert "http" not in page.replace("http-equiv", "")
+    assert "src=" not in page
+
+
+def test_a_backend_that_only_crashes_ends_the_check(monkeypatch):
+    monkeypatch.setattr(check, "MOST_DEATHS", 3)
+    plan = Plan(["fault-abort"], "cpu", load=(FAULTS_FILE,), shrink_seconds=0)
+    case = DecodeCase(num_heads=1, seq_lens=(3,), query_lens=(2,))
+    report = run_check([lambda: DecodeProblem.draw(case)] * 9, plan)
+    assert len(report.rows) == 3
+    assert report.ended == "fault-abort crashed or hung 3 times"
+    assert Path(FAULTS_FILE).name in report.rows[0][0].findings[0].sentence
+
+
+def test_time_is_up():
+    report = run_check(random_problems(0), Plan(["reference"], "cpu", seconds=0.5))
+    assert report.ended == "time was up after 0.5 s"
+    assert not report.failed
