@@ -55,7 +55,7 @@ def tell(meta: MLAMetadata, shape: LaunchShape, num_tokens: int, *, causal: bool
         causal: as in `mla_decode`.
         captured: into a graph: only what is on the device counts, replays bring other lengths.
     """
-    if meta.max_query_len == 1 and meta.num_tokens == meta.num_reqs == num_tokens and not captured:
+    if meta.exact and meta.max_query_len == 1 and meta.num_tokens == meta.num_reqs == num_tokens and not captured:
         return Batch(meta.qo_indptr.contiguous(), *_keys(meta), 1, meta.seq_lens)
     row = torch.arange(num_tokens, dtype=torch.int32, device=meta.device)
     past = torch.searchsorted(meta.qo_indptr[1:], row, right=True, out_int32=True)
