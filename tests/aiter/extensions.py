@@ -29,7 +29,8 @@ MLA = '''
 """The first stage: what the assembly does, as found by running it in an emulator, in float64.
 
 Splits are interleaved blocks of 64 keys (one token, 16 heads) or 16; empty ones write nothing. With one split all but the kernel
-for one token of 16 heads write bf16 into the partial buffer and no LSE. The kernels for one token put row b of the batch.
+for one token of 16 heads write bf16 into the partial buffer and no LSE. That kernel puts request b into row b, the others follow
+qo_indptr.
 """
 import torch
 
@@ -45,7 +46,7 @@ def mla_decode_stage1_asm_fwd(
     for b in range(qo_indptr.shape[0] - 1):
         ids = kv_page_indices[kv_indptr[b] : kv_indptr[b + 1]].long()
         keys = KV[ids, 0, 0].double()
-        first, last = (b, b + 1) if max_seqlen_q == 1 else qo_indptr[b : b + 2].tolist()
+        first, last = (b, b + 1) if first_kind else qo_indptr[b : b + 2].tolist()
         for row in range(first, last):
             limit = len(ids) - (last - row - 1)
             for split in range(splits):

@@ -1,6 +1,6 @@
 """A stand-in for AITER's `mla_decode_fwd`, one a generation: the real parameters in the real order, the real behaviour, float64 numbers.
 
-It keeps what AITER does and does not do: the first stage of one token puts request b into row b whatever `qo_indptr` says, rows
+It keeps what AITER does and does not do: the first stage of one token of 16 heads puts request b into row b whatever `qo_indptr` says, rows
 without keys become NaN, rows of padding are left alone, the tail multiplies cache row 0 by zero, an empty batch divides by zero,
 memory that is not written is NaN, and the scale has its own default. What AITER takes on trust is asserted here.
 """
@@ -85,8 +85,9 @@ def _decode(
         assert num_kv_splits_indptr.tolist() == list(range(0, (batch + 1) * num_kv_splits, num_kv_splits))
     scale = 1 / math.sqrt(576) if sm_scale is None else sm_scale
 
-    # first stage: one token a request goes to row b, several to the rows of qo_indptr
-    places = [(b, b + 1) if max_seqlen_q == 1 else tuple(qo_indptr[b : b + 2].tolist()) for b in range(batch)]
+    # first stage: one token of 16 heads goes to row b, all else to the rows of qo_indptr
+    by_request = qo_indptr is None or (max_seqlen_q == 1 and heads == 16)
+    places = [(b, b + 1) if by_request else tuple(qo_indptr[b : b + 2].tolist()) for b in range(batch)]
     partial: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for b, (first, last) in enumerate(places):
         ids = kv_indices[kv_indptr[b] : kv_indptr[b + 1]].long()

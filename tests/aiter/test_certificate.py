@@ -87,6 +87,10 @@ def test_what_passed_and_nothing_else_is_trusted() -> None:
     assert "does not cover a prefill of 8 heads" in doubts(dataclasses.replace(prefill, num_heads=8), FOUND)[0]
 
 
+def test_it_says_what_it_is() -> None:
+    assert str(FOUND) == "2 of 3 shapes passed on 2026-09-01T10:00:00+00:00 (AITER 0.1.7 of generation S2, gfx942, ROCm 6.4, amdgpu 6.12)"
+
+
 def test_without_a_mask_a_decode_is_one_of_single_rows() -> None:
     assert Shape.of(dataclasses.replace(CALL, causal=False)) == Shape("decode", 16, 1, False)
 

@@ -93,8 +93,25 @@ def test_the_first_token_that_wraps() -> None:
         q = torch.empty(tokens, 128, 192, dtype=torch.bfloat16, device="meta")
         return len(prefill.head_groups(q, q[:1], q[:1, :, :128]))
 
-    assert groups(87_381) == 1
+    assert groups(87_381) == 0
     assert groups(87_382) > 1
+
+
+def test_what_lies_too_far_apart_is_copied_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Prefill([5, 3], [7, 3])
+    whole = case.by(ours, causal=True)
+    case.k = torch.cat([case.k, case.k], -1)[..., :192]
+    dense: list[bool] = []
+
+    def looked_at(**given: Any) -> Any:
+        dense.append(given["k"].is_contiguous())
+        return flash_attn_varlen_func(**given)
+
+    for limit in (2 * 12 * 192 * 2 * 2, 2 * 12 * 192 * 2):  # 12 keys of 2 heads as they lie, and dense
+        monkeypatch.setattr(prefill, "OFFSET_LIMIT", limit)
+        got = case.by(lambda *args, **kwargs: prefill.prefill(looked_at, *args, **kwargs), causal=True)
+        assert all(torch.equal(a, b) for a, b in zip(whole, got, strict=True))
+    assert dense == [False, True]
 
 
 def test_an_lse_that_is_not_there() -> None:

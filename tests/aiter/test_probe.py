@@ -315,6 +315,31 @@ def test_a_lock_that_nobody_holds_is_told_at_once(install: Callable[..., Path], 
     assert reason.endswith(f"waits for a lock that no process holds, left by a build that was killed: remove {lock}")
 
 
+def test_a_lock_seen_in_the_moment_between_closing_and_removing_is_not_stale(
+    install: Callable[..., Path], rocm: Callable[[str], torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = install({"__init__.py": "", "mla.py": ""})
+    lock = package / "jit" / "build" / "lock_module_aiter_enum"
+    (package / "__init__.py").write_text(
+        f"import os, sys, time\nprint('waiting for baton release at {lock}', file=sys.stderr, flush=True)\n"
+        f"while os.path.exists({str(lock)!r}): time.sleep(0.05)\nraise RuntimeError('went on')"
+    )
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    looks: list[Path] = []
+
+    def seen_once(lock: Path) -> bool:
+        looks.append(lock)
+        if len(looks) > 1:
+            lock.unlink(missing_ok=True)
+        return len(looks) > 1
+
+    monkeypatch.setattr(trial, "held", seen_once)
+    (reason,) = AiterMLABackend.not_supported_reasons(CFG, rocm("gfx942"))
+    assert reason.endswith("RuntimeError: went on")
+    assert len(looks) > 1
+
+
 def test_a_build_that_goes_on_is_never_killed(
     install: Callable[..., Path], rocm: Callable[[str], torch.device], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -1,8 +1,9 @@
 """A batch in AITER's words: pages of one token, and requests that its kernels place right.
 
-Its decode kernels hard-code page size 1, so block tables are cut into tokens. And they come in two kinds, found by running
-them in an emulator: those for 2 to 4 query tokens follow `qo_indptr`, ragged batches included, while those for one put request b
-into row b whatever `qo_indptr` says. A batch in which some request has no token is therefore gathered before and put back after.
+Its decode kernels hard-code page size 1, so block tables are cut into tokens. And one of them, for one query token of 16 heads,
+puts request b into row b whatever `qo_indptr` says, as running them in an emulator showed; those for 2 to 4 tokens and for 128
+heads follow it, ragged batches included. A batch in which some request has no token is therefore gathered before and put back
+after: which kernel a release picks is its own affair.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def tell(meta: MLAMetadata, shape: LaunchShape, num_tokens: int, *, causal: bool
         causal: as in `mla_decode`.
         captured: into a graph: only what is on the device counts, replays bring other lengths.
     """
-    if meta.max_query_len == 1 and meta.num_tokens == meta.num_reqs == num_tokens and not captured:
+    if meta.exact and meta.max_query_len == 1 and meta.num_tokens == meta.num_reqs == num_tokens and not captured:
         return Batch(meta.qo_indptr.contiguous(), *_keys(meta), 1, meta.seq_lens)
     row = torch.arange(num_tokens, dtype=torch.int32, device=meta.device)
     past = torch.searchsorted(meta.qo_indptr[1:], row, right=True, out_int32=True)

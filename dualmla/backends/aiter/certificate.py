@@ -110,6 +110,13 @@ class Certificate:
     date: str
     entries: tuple[Entry, ...]
 
+    def __str__(self) -> str:
+        passed, machine = sum(entry.passed for entry in self.entries), self.machine
+        return (
+            f"{passed} of {len(self.entries)} shapes passed on {self.date} "
+            f"(AITER {machine.release} of generation {machine.generation}, {machine.arch}, {machine.driver})"
+        )
+
     @functools.cached_property
     def by_shape(self) -> dict[Shape, Entry]:
         return {entry.shape: entry for entry in self.entries}

@@ -39,11 +39,11 @@ def decode(
     compute_units: int,
     captured: bool,
 ) -> None:
-    """Decode a call that `support.call_refusals` accepts; arguments as `MLABackend.mla_decode`, without a wait for the device.
+    """A decode as `MLABackend.mla_decode`, without a wait for the device.
 
     Arguments:
         aiter: the imported AITER.
-        shape: from `support.launch_shape`, for q's heads.
+        shape: from `support.decode_shape`, which has refused what can't be done.
         compute_units: of the device.
         captured: into a graph, whose replays may meet other lengths than the host knows now.
 

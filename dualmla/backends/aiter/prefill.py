@@ -43,8 +43,9 @@ def prefill(
             lse.fill_(float("-inf"))
         return
     blind = rows_without_keys(num_tokens, cu_seqlens_q, cu_seqlens_k, causal=causal)
-    for group in head_groups(q, k, v):
-        cut = [x if group == slice(0, heads) else x[:, group].contiguous() for x in (q, k, v)]
+    groups = head_groups(q, k, v)
+    for group in groups or [slice(0, heads)]:
+        cut = [x[:, group].contiguous() if groups else x for x in (q, k, v)]
         given = (
             *cut,
             cu_seqlens_q.contiguous(),
@@ -77,11 +78,10 @@ def rows_without_keys(num_tokens: int, cu_seqlens_q: torch.Tensor, cu_seqlens_k:
 
 
 def head_groups(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[slice]:
-    """All heads at once, or so many at a time that no offset of their own dense copies passes `OFFSET_LIMIT`."""
+    """Empty where no offset into the tensors as they lie passes `OFFSET_LIMIT`; else groups of heads whose dense copies stay below it."""
+    if max(x.shape[0] * x.stride(0) * x.element_size() for x in (q, k, v)) <= OFFSET_LIMIT:
+        return []
     heads = q.shape[1]
-    reach = max(x.shape[0] * x.stride(0) * x.element_size() for x in (q, k, v))
-    if reach <= OFFSET_LIMIT:
-        return [slice(0, heads)]
     a_head = max(x.shape[0] * x.shape[2] * x.element_size() for x in (q, k, v))
     size = min(max(OFFSET_LIMIT // a_head, 1), heads)
     return [slice(first, min(first + size, heads)) for first in range(0, heads, size)]

@@ -99,9 +99,10 @@ def held(lock: Path) -> bool:
             return True
     except FileNotFoundError:  # released this moment
         return True
+    target = str(lock.resolve())
     for descriptors in Path("/proc").glob("[0-9]*/fd"):
         with contextlib.suppress(OSError):
-            if any(os.readlink(descriptor) == str(lock.resolve()) for descriptor in descriptors.iterdir()):
+            if any(os.readlink(descriptor) == target for descriptor in descriptors.iterdir()):
                 return True
     return False
 
