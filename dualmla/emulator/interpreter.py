@@ -1,0 +1,323 @@
+"""The loop that runs encoded instructions: one `step` a wave-instruction, one executor a kind.
+
+`workgroup_runner()` compiles everything on first use (about half a minute) and keeps the result in numba's cache on disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from dualmla.emulator import findings, global_memory, lanes, lds, matrix, scalar, state, vector_compare, vector_float, vector_integer
+from dualmla.emulator.lds import LocalMemory
+from dualmla.emulator.memory import Arena
+from dualmla.emulator.registry import lane_dispatcher, scalar_dispatcher
+
+SEMANTICS = (scalar, vector_integer, vector_float, vector_compare)
+"""Importing these filled the registry; the dispatchers below compile what they registered."""
+
+execute_lanes = lane_dispatcher()
+execute_scalar = scalar_dispatcher()
+
+
+class Machine(NamedTuple):
+    """Everything a workgroup runs on, besides its waves."""
+
+    records: NDArray[np.void]
+    arena: Arena
+    local: LocalMemory
+    notes: NDArray[np.void]
+    counts: NDArray[np.int64]
+    """Times each record was executed."""
+    byte_values: NDArray[np.float64]
+    epoch: NDArray[np.int64]
+    """[1] barriers passed by this workgroup."""
+    delayed: int
+    """1: results of loads arrive only when a wait asks for them."""
+    lds_mask: int
+    """Which bits of M0 address the LDS in a load into it."""
+
+
+@numba.njit
+def vector(wave: Any, ins: Any) -> Any:
+    """Lane-wise instructions: fetch the operands, apply the registered function, write what it returned."""
+    for second in range(ins.passes):
+        for k in range(4):
+            if ins.form[k]:
+                if k == 0:
+                    lanes.fetch(wave, ins, 0, second, wave.a, wave.a_q)
+                elif k == 1:
+                    lanes.fetch(wave, ins, 1, second, wave.b, wave.b_q)
+                elif k == 2:
+                    lanes.fetch(wave, ins, 2, second, wave.c, wave.c_q)
+                else:
+                    lanes.fetch(wave, ins, 3, second, wave.d, wave.d_q)
+        execute_lanes(ins.op, wave)
+        if ins.clamp:
+            lanes.clamp(wave, ins.dst_width == 2)
+        if ins.passes == 2 and second == 0:  # the second pass may read what the first is to overwrite
+            for lane in range(64):
+                wave.d[lane] = wave.out[lane]
+    if ins.passes == 2:
+        lanes.write(wave, ins, ins.dst, wave.d)
+        lanes.write(wave, ins, ins.dst + 1, wave.out)
+    elif ins.dst_width == 2:
+        lanes.write_wide(wave, ins.dst)
+    elif ins.dst >= 0:
+        lanes.write(wave, ins, ins.dst, wave.out)
+    if ins.sdst >= 0:
+        lanes.write_mask(wave, ins.sdst)
+
+
+@numba.njit
+def scalar_arithmetic(wave: Any, ins: Any) -> Any:
+    a = lanes.scalar_operand(wave, ins, 0) if ins.form[0] else np.int64(0)
+    b = lanes.scalar_operand(wave, ins, 1) if ins.form[1] else np.int64(0)
+    value, wave.scc = execute_scalar(ins.op, a, b, wave.scc)
+    if ins.dst >= 0:
+        if ins.dst_width == 2:
+            lanes.set_pair(wave, ins.dst, value)
+        else:
+            wave.s[ins.dst] = value & 0xFFFFFFFF
+
+
+@numba.njit
+def save_exec(wave: Any, ins: Any) -> Any:
+    """S_<op>_SAVEEXEC_B64: keep EXEC in the destination, then EXEC = source <op> EXEC."""
+    old = lanes.pair(wave, state.EXEC)
+    value, wave.scc = execute_scalar(ins.op, lanes.scalar_operand(wave, ins, 0), old, wave.scc)
+    lanes.set_pair(wave, ins.dst, old)
+    lanes.set_pair(wave, state.EXEC, value)
+
+
+@numba.njit
+def taken(wave: Any, condition: Any) -> Any:
+    """Branch conditions, in the order of `translate._CONDITIONS`."""
+    if condition == 6:
+        return True
+    if condition < 2:
+        return wave.scc == condition
+    zero = lanes.pair(wave, state.VCC if condition < 4 else state.EXEC) == 0
+    return zero == (condition % 2 == 0)
+
+
+@numba.njit
+def gpr_index(wave: Any, ins: Any) -> Any:
+    """S_SET_GPR_IDX_ON / _OFF, source 0 only: M0 takes the index and the mode."""
+    if ins.op == 0:
+        wave.gpr_index = 0
+        return
+    wave.gpr_index = lanes.scalar_operand(wave, ins, 0) & 255
+    wave.s[state.M0] = (np.int64(wave.s[state.M0]) & 0xFFFF0F00) | wave.gpr_index | 1 << 12
+
+
+@numba.njit
+def set_pending(wave: Any, ins: Any, value: Any) -> Any:
+    """Mark the registers a load is for (`value` = 1 + its record number) or clear them (0)."""
+    if ins.kind == state.SCALAR_LOAD:
+        for k in range(ins.count):
+            wave.pending_scalar[ins.dst + k] = value
+    elif ins.kind != state.LDS_WRITE and not ins.flags & (state.F_TO_LDS | state.F_STORE):
+        for k in range(ins.count * ins.passes):
+            wave.pending[ins.dst + k] = value
+
+
+@numba.njit
+def check_pending(wave: Any, ins: Any, notes: Any, record: Any) -> Any:
+    """Report operands whose load has been issued but not waited for."""
+    for k in range(4):
+        code = ins.src[k]
+        for i in range(ins.registers[k]):
+            load = 0
+            if code < state.SGPR:
+                load = wave.pending[code + i]
+            elif code + i < state.SGPR + 128:
+                load = wave.pending_scalar[code + i - state.SGPR]
+            if load:
+                findings.note(notes, findings.MISSING_WAIT, load - 1, record, code + i)
+
+
+@numba.njit
+def drain_vector_memory(wave: Any, machine: Machine, keep: Any) -> Any:
+    """Deliver the oldest loads until at most `keep` operations are outstanding."""
+    while wave.vm_count > keep and not wave.error:
+        slot = wave.vm_head
+        record = wave.vm_record[slot]
+        if record >= 0:
+            ins = machine.records[record]
+            set_pending(wave, ins, 0)
+            global_memory.deliver(wave, ins, slot, machine.local, machine.notes, machine.epoch[0])
+        wave.vm_head = (slot + 1) % (state.VMEM_QUEUE + 1)
+        wave.vm_count -= 1
+
+
+@numba.njit
+def fetch_lds(wave: Any, machine: Machine, slot: Any) -> Any:
+    ins = machine.records[wave.lg_record[slot]]
+    if not wave.lg_fetched[slot] and ins.kind != state.SCALAR_LOAD and ins.kind != state.LDS_PERMUTE:
+        lds.fetch(machine.local, wave, ins, slot, machine.notes, machine.epoch[0])
+
+
+@numba.njit
+def drain_lds(wave: Any, machine: Machine, keep: Any) -> Any:
+    """Deliver the oldest LDS operations and scalar loads until at most `keep` are outstanding."""
+    while wave.lg_count > keep and not wave.error:
+        slot = wave.lg_head
+        ins = machine.records[wave.lg_record[slot]]
+        set_pending(wave, ins, 0)
+        if ins.kind == state.SCALAR_LOAD:
+            global_memory.deliver_scalar(wave, ins, slot)
+        else:
+            fetch_lds(wave, machine, slot)
+            lds.deliver(wave, ins, slot)
+        wave.lg_head = (slot + 1) % (state.LGKM_QUEUE + 1)
+        wave.lg_count -= 1
+
+
+@numba.njit
+def issue_lds(wave: Any, machine: Machine, ins: Any, record: Any) -> Any:
+    """Queue an LDS operation or scalar load, and finish it at once unless loads are delayed."""
+    drain_lds(wave, machine, state.LGKM_QUEUE - 1)
+    slot = (wave.lg_head + wave.lg_count) % (state.LGKM_QUEUE + 1)
+    wave.lg_record[slot], wave.lg_fetched[slot] = record, 0
+    if ins.kind == state.SCALAR_LOAD:
+        global_memory.scalar_load(wave, ins, slot, machine.arena, machine.notes, record)
+    else:
+        lds.issue(wave, ins, slot)
+    wave.lg_count += 1
+    if machine.delayed:
+        set_pending(wave, ins, record + 1)
+    else:
+        drain_lds(wave, machine, 0)
+
+
+@numba.njit
+def issue_vector_memory(wave: Any, machine: Machine, ins: Any, record: Any) -> Any:
+    drain_vector_memory(wave, machine, state.VMEM_QUEUE - 1)
+    slot = (wave.vm_head + wave.vm_count) % (state.VMEM_QUEUE + 1)
+    global_memory.issue(wave, ins, slot, machine.arena, machine.notes, record, machine.lds_mask)
+    wave.vm_count += 1
+    if not machine.delayed:
+        drain_vector_memory(wave, machine, 0)
+        return
+    set_pending(wave, ins, record + 1)
+    if ins.flags & state.F_TO_LDS:
+        for lane in range(64):
+            if wave.vm_mask[slot] >> lane & 1:
+                address = global_memory.lds_span(wave, ins, slot, lane)
+                if lds.valid(machine.local, wave, address, 4 * ins.count, 4):
+                    for k in range(ins.count):
+                        machine.local.in_flight[(address >> 2) + k] = record + 1
+
+
+@numba.njit
+def memory_step(wave: Any, machine: Machine, ins: Any, record: Any) -> Any:
+    """The kinds that touch memory, waits and barriers."""
+    if ins.kind == state.GLOBAL:
+        issue_vector_memory(wave, machine, ins, record)
+    elif ins.kind == state.WAIT:
+        drain_vector_memory(wave, machine, ins.offset[0])
+        if ins.offset[1] < 15:
+            drain_lds(wave, machine, ins.offset[1])
+    elif ins.kind == state.BARRIER:
+        for k in range(wave.lg_count):
+            fetch_lds(wave, machine, (wave.lg_head + k) % (state.LGKM_QUEUE + 1))
+        wave.status = state.AT_BARRIER
+    elif ins.kind == state.END:
+        drain_vector_memory(wave, machine, 0)
+        drain_lds(wave, machine, 0)
+        wave.status = state.DONE
+    else:
+        issue_lds(wave, machine, ins, record)
+
+
+@numba.njit
+def step(wave: Any, machine: Machine) -> Any:
+    """Execute the instruction at `wave.pc`."""
+    record = wave.pc
+    ins = machine.records[record]
+    machine.counts[record] += 1
+    wave.pc += 1
+    if machine.delayed:
+        check_pending(wave, ins, machine.notes, record)
+    kind = ins.kind
+    if kind == state.VECTOR:
+        vector(wave, ins)
+    elif kind == state.SCALAR:
+        scalar_arithmetic(wave, ins)
+    elif kind == state.MATRIX:
+        matrix.execute(wave, ins, machine.byte_values)
+    elif kind == state.BRANCH:
+        if taken(wave, ins.op):
+            wave.pc = np.int64(ins.target)
+    elif kind == state.LANE_ACCESS:
+        lanes.lane_access(wave, ins)
+    elif kind == state.LANE_SWAP:
+        lanes.lane_swap(wave, ins)
+    elif kind == state.GPR_INDEX:
+        gpr_index(wave, ins)
+    elif kind == state.SAVE_EXEC:
+        save_exec(wave, ins)
+    elif kind == state.UNSUPPORTED:
+        wave.error = state.E_UNSUPPORTED
+    elif kind != state.NOTHING:
+        memory_step(wave, machine, ins, record)
+    if wave.error:
+        wave.pc, wave.status = record, state.STOPPED
+
+
+@numba.njit
+def run_wave(wave: Any, machine: Machine, budget: Any) -> Any:
+    """Run until a barrier, the end, an error, or `budget` instructions."""
+    for _ in range(budget):
+        step(wave, machine)
+        if wave.status != state.RUNNING:
+            return
+
+
+def _fingerprint() -> str:
+    """Changes with every source file of this package: numba's cache notices changes of one file only."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _runner(fingerprint: str) -> Any:
+    @numba.njit(cache=True, nogil=True)
+    def run_workgroup(waves: Any, machine: Machine, order: Any, turn: Any) -> Any:
+        """Run all waves to their end, `turn` instructions at a time in the given order. Returns the number of the wave
+        that stopped with an error, or -1."""
+        len(fingerprint)  # a closure variable is part of the cache's key
+        while True:
+            live = 0
+            for wave in order:
+                if waves[wave].status == state.AT_BARRIER:
+                    waves[wave].status = state.RUNNING
+                live += waves[wave].status == state.RUNNING
+            if live == 0:
+                return -1
+            machine.epoch[0] += 1
+            running = True
+            while running:
+                running = False
+                for wave in order:
+                    if waves[wave].status == state.RUNNING:
+                        run_wave(waves[wave], machine, turn)
+                        if waves[wave].status == state.STOPPED:
+                            return wave
+                        running = running or waves[wave].status == state.RUNNING
+
+    return run_workgroup
+
+
+@lru_cache(maxsize=1)
+def workgroup_runner() -> Any:
+    """The compiled `run_workgroup(waves, machine, order, turn)`."""
+    return _runner(_fingerprint())
