@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numba
-import numpy as np
-from numpy.typing import NDArray
+
+from dualmla.emulator import state
 
 KINDS = (
     "read of memory nobody wrote",
@@ -18,12 +18,6 @@ KINDS = (
     "register used before its load was waited for",
 )
 UNWRITTEN_READ, UNWRITTEN_LDS, WRITE_WRITE, READ_WRITE, LOAD_IN_FLIGHT, MISSING_WAIT = range(len(KINDS))
-
-CAPACITY = 512
-"""Different findings kept apart in one launch; what comes after is counted in the last row."""
-
-NOTE = np.dtype([("kind", "i8"), ("first", "i8"), ("second", "i8"), ("count", "i8"), ("address", "i8")])
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -41,20 +35,13 @@ class Finding:
         return f"{self.kind}: {self.instruction}{other}, {self.count} times, first at {self.where:#x}"
 
 
-def empty_notes() -> NDArray[np.void]:
-    """Room for the findings of one launch."""
-    notes = np.zeros(CAPACITY, NOTE)
-    notes["kind"] = -1
-    return notes
-
-
 @numba.njit
-def note(notes: Any, kind: Any, first: Any, second: Any, address: Any) -> Any:
+def note(group: Any, kind: Any, first: Any, second: Any, address: Any) -> Any:
     """Count an event of `kind` between records `first` and `second` (-1: none)."""
-    for row in range(notes.size):
-        entry = notes[row]
-        if entry.kind < 0 or row == notes.size - 1:
-            entry.kind, entry.first, entry.second, entry.address = kind, first, second, address
-        if entry.kind == kind and entry.first == first and entry.second == second:
-            entry.count += 1
+    for row in range(state.NOTES):
+        if group.note_count[row] == 0 or row == state.NOTES - 1:
+            group.note_kind[row], group.note_first[row], group.note_second[row] = kind, first, second
+            group.note_address[row] = address
+        if group.note_kind[row] == kind and group.note_first[row] == first and group.note_second[row] == second:
+            group.note_count[row] += 1
             return

@@ -15,7 +15,7 @@ from dualmla.emulator import lds, memory, state
 from dualmla.emulator.lanes import pair, scalar_operand
 
 
-@numba.njit
+@numba.njit(forceinline=True)
 def lane_address(wave: Any, ins: Any, lane: Any) -> Any:
     """Byte address of a global or flat access, before the element index."""
     if ins.flags & state.F_SADDR:
@@ -24,7 +24,7 @@ def lane_address(wave: Any, ins: Any, lane: Any) -> Any:
 
 
 @numba.njit
-def issue(wave: Any, ins: Any, slot: Any, arena: Any, notes: Any, record: Any, lds_mask: Any) -> Any:
+def issue(wave: Any, ins: Any, slot: Any, group: Any, arena: Any, record: Any) -> Any:
     """Run a load up to its data in `wave.vm_data[slot]`, or a store completely.
 
     Buffers are raw (stride 0): an element is in range if its last byte lies below num_records - soffset; out of range
@@ -34,7 +34,7 @@ def issue(wave: Any, ins: Any, slot: Any, arena: Any, notes: Any, record: Any, l
     wave.vm_record[slot], wave.vm_mask[slot] = -1 if is_store else record, active
     base, limit, scalar_offset = np.int64(0), np.int64(0), np.int64(0)
     if ins.flags & state.F_TO_LDS:
-        wave.vm_base[slot] = (np.int64(wave.s[state.M0]) & lds_mask) + ins.offset[0]
+        wave.vm_base[slot] = (np.int64(wave.s[state.M0]) & group.lds_mask) + ins.offset[0]
     if buffer:
         descriptor = ins.src[1] - state.SGPR
         scalar_offset = scalar_operand(wave, ins, 2)
@@ -55,7 +55,7 @@ def issue(wave: Any, ins: Any, slot: Any, arena: Any, notes: Any, record: Any, l
                     value = np.int64(wave.v[ins.src[3] + k, lane]) >> (16 if ins.flags & state.F_HIGH_HALF else 0)
                     memory.store(arena, wave, address + 4 * k, ins.size, value)
             else:
-                value = memory.load(arena, wave, notes, record, address + 4 * k, ins.size) if in_range else np.int64(0)
+                value = memory.load(arena, wave, group, record, address + 4 * k, ins.size) if in_range else np.int64(0)
                 if ins.signed:
                     sign = 1 << (8 * ins.size - 1)
                     value = ((value ^ sign) - sign) & 0xFFFFFFFF
@@ -64,26 +64,26 @@ def issue(wave: Any, ins: Any, slot: Any, arena: Any, notes: Any, record: Any, l
                 return
 
 
-@numba.njit
+@numba.njit(forceinline=True)
 def lds_span(wave: Any, ins: Any, slot: Any, lane: Any) -> Any:
     """LDS byte address a load into LDS writes for `lane`."""
     return wave.vm_base[slot] + 4 * ins.count * lane
 
 
 @numba.njit
-def deliver(wave: Any, ins: Any, slot: Any, local: Any, notes: Any, epoch: Any) -> Any:
+def deliver(wave: Any, ins: Any, slot: Any, group: Any) -> Any:
     """Write the registers, or the LDS, that the load in queue slot `slot` is for."""
     mask = wave.vm_mask[slot]
     if ins.flags & state.F_TO_LDS:
         for lane in range(64):
             if mask >> lane & 1:
                 address = lds_span(wave, ins, slot, lane)
-                if not lds.valid(local, wave, address, 4 * ins.count, 4):
+                if not lds.valid(group, wave, address, 4 * ins.count, 4):
                     return
                 for k in range(ins.count):
-                    lds.write_word(local, wave, notes, wave.vm_record[slot], address + 4 * k, wave.vm_data[slot, k, lane], epoch)
-                    if local.in_flight.size > 1:
-                        local.in_flight[(address >> 2) + k] = 0
+                    lds.write_word(group, wave, wave.vm_record[slot], address + 4 * k, wave.vm_data[slot, k, lane])
+                    if group.delayed:
+                        group.in_flight[(address >> 2) + k] = 0
         return
     for k in range(ins.count):
         for lane in range(64):
@@ -95,14 +95,14 @@ def deliver(wave: Any, ins: Any, slot: Any, local: Any, notes: Any, epoch: Any) 
 
 
 @numba.njit
-def scalar_load(wave: Any, ins: Any, slot: Any, arena: Any, notes: Any, record: Any) -> Any:
+def scalar_load(wave: Any, ins: Any, slot: Any, group: Any, arena: Any, record: Any) -> Any:
     """S_LOAD_DWORD*, S_BUFFER_LOAD_DWORD*: the data into `wave.lg_data[slot, 0]`."""
     base = pair(wave, ins.src[0] - state.SGPR)
     if ins.flags & state.F_BUFFER:
         base &= 0xFFFFFFFFFFFF
     address = (base + ins.offset[0] + scalar_operand(wave, ins, 1)) & ~np.int64(3)
     for k in range(ins.count):
-        wave.lg_data[slot, 0, k] = memory.load(arena, wave, notes, record, address + 4 * k, 4)
+        wave.lg_data[slot, 0, k] = memory.load(arena, wave, group, record, address + 4 * k, 4)
         if wave.error:
             return
 

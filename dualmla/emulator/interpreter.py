@@ -8,15 +8,12 @@ from __future__ import annotations
 import hashlib
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numba
 import numpy as np
-from numpy.typing import NDArray
 
 from dualmla.emulator import findings, global_memory, lanes, lds, matrix, scalar, state, vector_compare, vector_float, vector_integer
-from dualmla.emulator.lds import LocalMemory
-from dualmla.emulator.memory import Arena
 from dualmla.emulator.registry import lane_dispatcher, scalar_dispatcher
 
 SEMANTICS = (scalar, vector_integer, vector_float, vector_compare)
@@ -24,24 +21,6 @@ SEMANTICS = (scalar, vector_integer, vector_float, vector_compare)
 
 execute_lanes = lane_dispatcher()
 execute_scalar = scalar_dispatcher()
-
-
-class Machine(NamedTuple):
-    """Everything a workgroup runs on, besides its waves."""
-
-    records: NDArray[np.void]
-    arena: Arena
-    local: LocalMemory
-    notes: NDArray[np.void]
-    counts: NDArray[np.int64]
-    """Times each record was executed."""
-    byte_values: NDArray[np.float64]
-    epoch: NDArray[np.int64]
-    """[1] barriers passed by this workgroup."""
-    delayed: int
-    """1: results of loads arrive only when a wait asks for them."""
-    lds_mask: int
-    """Which bits of M0 address the LDS in a load into it."""
 
 
 @numba.njit
@@ -129,7 +108,7 @@ def set_pending(wave: Any, ins: Any, value: Any) -> Any:
 
 
 @numba.njit
-def check_pending(wave: Any, ins: Any, notes: Any, record: Any) -> Any:
+def check_pending(wave: Any, ins: Any, group: Any, record: Any) -> Any:
     """Report operands whose load has been issued but not waited for."""
     for k in range(4):
         code = ins.src[k]
@@ -140,119 +119,119 @@ def check_pending(wave: Any, ins: Any, notes: Any, record: Any) -> Any:
             elif code + i < state.SGPR + 128:
                 load = wave.pending_scalar[code + i - state.SGPR]
             if load:
-                findings.note(notes, findings.MISSING_WAIT, load - 1, record, code + i)
+                findings.note(group, findings.MISSING_WAIT, load - 1, record, code + i)
 
 
 @numba.njit
-def drain_vector_memory(wave: Any, machine: Machine, keep: Any) -> Any:
+def drain_vector_memory(wave: Any, group: Any, records: Any, keep: Any) -> Any:
     """Deliver the oldest loads until at most `keep` operations are outstanding."""
     while wave.vm_count > keep and not wave.error:
         slot = wave.vm_head
         record = wave.vm_record[slot]
         if record >= 0:
-            ins = machine.records[record]
+            ins = records[record]
             set_pending(wave, ins, 0)
-            global_memory.deliver(wave, ins, slot, machine.local, machine.notes, machine.epoch[0])
+            global_memory.deliver(wave, ins, slot, group)
         wave.vm_head = (slot + 1) % (state.VMEM_QUEUE + 1)
         wave.vm_count -= 1
 
 
 @numba.njit
-def fetch_lds(wave: Any, machine: Machine, slot: Any) -> Any:
-    ins = machine.records[wave.lg_record[slot]]
+def fetch_lds(wave: Any, group: Any, records: Any, slot: Any) -> Any:
+    ins = records[wave.lg_record[slot]]
     if not wave.lg_fetched[slot] and ins.kind != state.SCALAR_LOAD and ins.kind != state.LDS_PERMUTE:
-        lds.fetch(machine.local, wave, ins, slot, machine.notes, machine.epoch[0])
+        lds.fetch(group, wave, ins, slot)
 
 
 @numba.njit
-def drain_lds(wave: Any, machine: Machine, keep: Any) -> Any:
+def drain_lds(wave: Any, group: Any, records: Any, keep: Any) -> Any:
     """Deliver the oldest LDS operations and scalar loads until at most `keep` are outstanding."""
     while wave.lg_count > keep and not wave.error:
         slot = wave.lg_head
-        ins = machine.records[wave.lg_record[slot]]
+        ins = records[wave.lg_record[slot]]
         set_pending(wave, ins, 0)
         if ins.kind == state.SCALAR_LOAD:
             global_memory.deliver_scalar(wave, ins, slot)
         else:
-            fetch_lds(wave, machine, slot)
+            fetch_lds(wave, group, records, slot)
             lds.deliver(wave, ins, slot)
         wave.lg_head = (slot + 1) % (state.LGKM_QUEUE + 1)
         wave.lg_count -= 1
 
 
 @numba.njit
-def issue_lds(wave: Any, machine: Machine, ins: Any, record: Any) -> Any:
+def issue_lds(wave: Any, group: Any, records: Any, arena: Any, ins: Any, record: Any) -> Any:
     """Queue an LDS operation or scalar load, and finish it at once unless loads are delayed."""
-    drain_lds(wave, machine, state.LGKM_QUEUE - 1)
+    drain_lds(wave, group, records, state.LGKM_QUEUE - 1)
     slot = (wave.lg_head + wave.lg_count) % (state.LGKM_QUEUE + 1)
     wave.lg_record[slot], wave.lg_fetched[slot] = record, 0
     if ins.kind == state.SCALAR_LOAD:
-        global_memory.scalar_load(wave, ins, slot, machine.arena, machine.notes, record)
+        global_memory.scalar_load(wave, ins, slot, group, arena, record)
     else:
         lds.issue(wave, ins, slot)
     wave.lg_count += 1
-    if machine.delayed:
+    if group.delayed:
         set_pending(wave, ins, record + 1)
     else:
-        drain_lds(wave, machine, 0)
+        drain_lds(wave, group, records, 0)
 
 
 @numba.njit
-def issue_vector_memory(wave: Any, machine: Machine, ins: Any, record: Any) -> Any:
-    drain_vector_memory(wave, machine, state.VMEM_QUEUE - 1)
+def issue_vector_memory(wave: Any, group: Any, records: Any, arena: Any, ins: Any, record: Any) -> Any:
+    drain_vector_memory(wave, group, records, state.VMEM_QUEUE - 1)
     slot = (wave.vm_head + wave.vm_count) % (state.VMEM_QUEUE + 1)
-    global_memory.issue(wave, ins, slot, machine.arena, machine.notes, record, machine.lds_mask)
+    global_memory.issue(wave, ins, slot, group, arena, record)
     wave.vm_count += 1
-    if not machine.delayed:
-        drain_vector_memory(wave, machine, 0)
+    if not group.delayed:
+        drain_vector_memory(wave, group, records, 0)
         return
     set_pending(wave, ins, record + 1)
     if ins.flags & state.F_TO_LDS:
         for lane in range(64):
             if wave.vm_mask[slot] >> lane & 1:
                 address = global_memory.lds_span(wave, ins, slot, lane)
-                if lds.valid(machine.local, wave, address, 4 * ins.count, 4):
+                if lds.valid(group, wave, address, 4 * ins.count, 4):
                     for k in range(ins.count):
-                        machine.local.in_flight[(address >> 2) + k] = record + 1
+                        group.in_flight[(address >> 2) + k] = record + 1
 
 
 @numba.njit
-def memory_step(wave: Any, machine: Machine, ins: Any, record: Any) -> Any:
+def memory_step(wave: Any, group: Any, records: Any, arena: Any, ins: Any, record: Any) -> Any:
     """The kinds that touch memory, waits and barriers."""
     if ins.kind == state.GLOBAL:
-        issue_vector_memory(wave, machine, ins, record)
+        issue_vector_memory(wave, group, records, arena, ins, record)
     elif ins.kind == state.WAIT:
-        drain_vector_memory(wave, machine, ins.offset[0])
+        drain_vector_memory(wave, group, records, ins.offset[0])
         if ins.offset[1] < 15:
-            drain_lds(wave, machine, ins.offset[1])
+            drain_lds(wave, group, records, ins.offset[1])
     elif ins.kind == state.BARRIER:
         for k in range(wave.lg_count):
-            fetch_lds(wave, machine, (wave.lg_head + k) % (state.LGKM_QUEUE + 1))
+            fetch_lds(wave, group, records, (wave.lg_head + k) % (state.LGKM_QUEUE + 1))
         wave.status = state.AT_BARRIER
     elif ins.kind == state.END:
-        drain_vector_memory(wave, machine, 0)
-        drain_lds(wave, machine, 0)
+        drain_vector_memory(wave, group, records, 0)
+        drain_lds(wave, group, records, 0)
         wave.status = state.DONE
     else:
-        issue_lds(wave, machine, ins, record)
+        issue_lds(wave, group, records, arena, ins, record)
 
 
-@numba.njit
-def step(wave: Any, machine: Machine) -> Any:
+@numba.njit(forceinline=True)
+def step(wave: Any, group: Any, records: Any, arena: Any) -> Any:
     """Execute the instruction at `wave.pc`."""
     record = wave.pc
-    ins = machine.records[record]
-    machine.counts[record] += 1
+    ins = records[record]
+    ins.executed += 1
     wave.pc += 1
-    if machine.delayed:
-        check_pending(wave, ins, machine.notes, record)
+    if group.delayed:
+        check_pending(wave, ins, group, record)
     kind = ins.kind
     if kind == state.VECTOR:
         vector(wave, ins)
     elif kind == state.SCALAR:
         scalar_arithmetic(wave, ins)
     elif kind == state.MATRIX:
-        matrix.execute(wave, ins, machine.byte_values)
+        matrix.execute(wave, ins, group.byte_values)
     elif kind == state.BRANCH:
         if taken(wave, ins.op):
             wave.pc = np.int64(ins.target)
@@ -267,16 +246,16 @@ def step(wave: Any, machine: Machine) -> Any:
     elif kind == state.UNSUPPORTED:
         wave.error = state.E_UNSUPPORTED
     elif kind != state.NOTHING:
-        memory_step(wave, machine, ins, record)
+        memory_step(wave, group, records, arena, ins, record)
     if wave.error:
         wave.pc, wave.status = record, state.STOPPED
 
 
 @numba.njit
-def run_wave(wave: Any, machine: Machine, budget: Any) -> Any:
+def run_wave(wave: Any, group: Any, records: Any, arena: Any, budget: Any) -> Any:
     """Run until a barrier, the end, an error, or `budget` instructions."""
     for _ in range(budget):
-        step(wave, machine)
+        step(wave, group, records, arena)
         if wave.status != state.RUNNING:
             return
 
@@ -291,10 +270,11 @@ def _fingerprint() -> str:
 
 def _runner(fingerprint: str) -> Any:
     @numba.njit(cache=True, nogil=True)
-    def run_workgroup(waves: Any, machine: Machine, order: Any, turn: Any) -> Any:
+    def run_workgroup(waves: Any, groups: Any, records: Any, arena: Any, order: Any, turn: Any) -> Any:
         """Run all waves to their end, `turn` instructions at a time in the given order. Returns the number of the wave
         that stopped with an error, or -1."""
         len(fingerprint)  # a closure variable is part of the cache's key
+        group = groups[0]
         while True:
             live = 0
             for wave in order:
@@ -303,13 +283,13 @@ def _runner(fingerprint: str) -> Any:
                 live += waves[wave].status == state.RUNNING
             if live == 0:
                 return -1
-            machine.epoch[0] += 1
+            group.epoch += 1
             running = True
             while running:
                 running = False
                 for wave in order:
                     if waves[wave].status == state.RUNNING:
-                        run_wave(waves[wave], machine, turn)
+                        run_wave(waves[wave], group, records, arena, turn)
                         if waves[wave].status == state.STOPPED:
                             return wave
                         running = running or waves[wave].status == state.RUNNING
@@ -319,5 +299,5 @@ def _runner(fingerprint: str) -> Any:
 
 @lru_cache(maxsize=1)
 def workgroup_runner() -> Any:
-    """The compiled `run_workgroup(waves, machine, order, turn)`."""
+    """The compiled `run_workgroup(waves, groups, records, arena, order, turn)`."""
     return _runner(_fingerprint())

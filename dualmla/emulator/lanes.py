@@ -16,19 +16,19 @@ from dualmla.emulator import state
 SIGN_32, SIGN_64 = 0x80000000, -(2**63)
 
 
-@numba.njit
+@numba.njit(forceinline=True)
 def pair(wave: Any, register: Any) -> Any:
     """A 64-bit scalar register pair as a signed bit pattern."""
     return np.int64(wave.s[register]) | np.int64(wave.s[register + 1]) << 32
 
 
-@numba.njit
+@numba.njit(forceinline=True)
 def set_pair(wave: Any, register: Any, value: Any) -> Any:
     wave.s[register] = value & 0xFFFFFFFF
     wave.s[register + 1] = value >> 32 & 0xFFFFFFFF
 
 
-@numba.njit
+@numba.njit(forceinline=True)
 def scalar_operand(wave: Any, ins: Any, k: Any) -> Any:
     """Scalar operand `k` of `ins` as int64: 32 bits unsigned, or the 64-bit pattern of a wide one."""
     code = ins.src[k]
@@ -43,7 +43,7 @@ def scalar_operand(wave: Any, ins: Any, k: Any) -> Any:
     return pair(wave, code - state.SGPR)
 
 
-@numba.njit
+@numba.njit(forceinline=True)
 def dpp_source(control: Any, lane: Any) -> Any:
     """The lane a DPP operand is read from, or -1 where the pattern has none."""
     row, place, amount = lane & ~15, lane & 15, control & 15
@@ -123,7 +123,7 @@ def _sign(row: Any, row_q: Any, form: Any, absolute: Any, negate: Any) -> Any:
             row[lane] = bits ^ SIGN_32 if negate else bits
 
 
-@numba.njit
+@numba.njit(forceinline=True)
 def part(value: Any, select: Any, extend: Any) -> Any:
     """SDWA: byte 0..3 (select 0..3), word 0 or 1 (4, 5) or all (6) of a 32-bit pattern."""
     if select < 4:
@@ -135,7 +135,7 @@ def part(value: Any, select: Any, extend: Any) -> Any:
     return value
 
 
-@numba.njit
+@numba.njit(forceinline=True)
 def enabled(ins: Any, lane: Any) -> Any:
     """Whether DPP lets this lane be written."""
     if not (ins.dpp_rows >> (lane >> 4) & 1 and ins.dpp_banks >> (lane >> 2 & 3) & 1):

@@ -21,8 +21,7 @@ from dualmla.emulator import findings, matrix, state
 from dualmla.emulator.elf import CodeObject
 from dualmla.emulator.errors import EmulatorError, MemoryFaultError, UnsupportedInstructionError
 from dualmla.emulator.findings import Finding
-from dualmla.emulator.interpreter import Machine, workgroup_runner
-from dualmla.emulator.lds import LocalMemory
+from dualmla.emulator.interpreter import workgroup_runner
 from dualmla.emulator.memory import Memory
 from dualmla.emulator.translate import Program, translate
 
@@ -154,59 +153,42 @@ class Device:
             raise EmulatorError(f"{code.name} wants {size} bytes of LDS, {self.arch} has {LDS_BYTES[self.arch]}")
         program = self.program(code)
         arguments = self.memory.put(np.frombuffer(kernarg, np.uint8))
-        machine = self._machine(program, mode, size)
+        group, records = _group(self.arch, mode, size), program.records.copy()
         waves = np.zeros(-(-block // state.LANES), state.WAVE)
         order = np.asarray(range(len(waves)) if mode.order is None else mode.order, np.int64)
-        run = workgroup_runner()
+        run, arena = workgroup_runner(), self.memory.arena()
         turn = np.int64(mode.turn or 1 << 62)
         start = time.perf_counter()
         for z in range(grid[2]):
             for y in range(grid[1]):
                 for x in range(grid[0]):
-                    _reset(waves, machine, program, block, (x, y, z), arguments)
-                    stopped = run(waves, machine, order, turn)
+                    _reset(waves, group, program, block, (x, y, z), arguments)
+                    stopped = run(waves, group, records, arena, order, turn)
                     if stopped >= 0:
                         raise _error(program, waves[stopped], (x, y, z))
         seconds = time.perf_counter() - start
-        return Report(program, machine.counts, _findings(program, machine.notes), seconds)
+        return Report(program, records["executed"].copy(), _findings(program, group[0]), seconds)
 
-    def _machine(self, program: Program, mode: Mode, lds_bytes: int) -> Machine:
-        words = -(-lds_bytes // 4)
-        watched = words if mode.watch_lds else 1
-        local = LocalMemory(
-            words=np.zeros(max(words, 1), np.uint32),
-            size=lds_bytes,
-            written=np.zeros(watched, np.uint8),
-            write_epoch=np.zeros(watched, np.int64),
-            write_record=np.zeros(watched, np.int32),
-            read_epoch=np.zeros((16, watched), np.int64),
-            read_record=np.zeros((16, watched), np.int32),
-            in_flight=np.zeros(words if mode.delayed else 1, np.int32),
-        )
-        return Machine(
-            records=program.records,
-            arena=self.memory.arena(),
-            local=local,
-            notes=findings.empty_notes(),
-            counts=np.zeros(len(program.records), np.int64),
-            byte_values=matrix.byte_values(),
-            epoch=np.zeros(1, np.int64),
-            delayed=int(mode.delayed),
-            lds_mask=_LDS_ADDRESS_BITS[self.arch],
-        )
+
+def _group(arch: str, mode: Mode, lds_bytes: int) -> NDArray[np.void]:
+    group = np.zeros(1, state.GROUP)
+    group["lds_bytes"], group["lds_mask"] = lds_bytes, _LDS_ADDRESS_BITS[arch]
+    group["delayed"], group["watch"] = mode.delayed, mode.watch_lds
+    group["byte_values"] = matrix.byte_values()
+    return group
 
 
 def _reset(
-    waves: NDArray[np.void], machine: Machine, program: Program, block: int, group: tuple[int, int, int], arguments: int
+    waves: NDArray[np.void], group: NDArray[np.void], program: Program, block: int, place: tuple[int, int, int], arguments: int
 ) -> None:
     """A fresh workgroup: poisoned registers and LDS, then what the hardware initialises."""
     descriptor = program.code.descriptor
-    machine.local.words[:] = state.POISON_LDS
-    machine.local.written[:] = 0
-    machine.local.in_flight[:] = 0
-    machine.local.write_epoch[:] = -16
-    machine.local.read_epoch[:] = -1
-    machine.epoch[0] = 0
+    words = -(-int(group["lds_bytes"][0]) // 4)
+    group["lds"][0, :words], group["epoch"] = state.POISON_LDS, 0
+    if group["watch"]:
+        group["written"][0, :words], group["write_epoch"][0, :words], group["read_epoch"][0, :, :words] = 0, -16, -1
+    if group["delayed"]:
+        group["in_flight"][0, :words] = 0
     for name in ("pc", "scc", "gpr_index", "status", "error", "vm_head", "vm_count", "lg_head", "lg_count", "pending", "pending_scalar"):
         waves[name] = 0
     waves["v"], waves["s"] = state.POISON_REGISTER, state.POISON_REGISTER
@@ -221,7 +203,7 @@ def _reset(
             wave["s"][descriptor.kernarg_sgpr] = arguments & 0xFFFFFFFF
             wave["s"][descriptor.kernarg_sgpr + 1] = arguments >> 32
         register = descriptor.user_sgprs
-        for wanted, value in zip(descriptor.workgroup_id, group, strict=True):
+        for wanted, value in zip(descriptor.workgroup_id, place, strict=True):
             if wanted:
                 wave["s"][register] = value
                 register += 1
@@ -239,15 +221,14 @@ def _label(program: Program, record: int) -> str:
     return f"{program.listing[record].name} at {program.listing[record].address:#x}"
 
 
-def _findings(program: Program, notes: NDArray[np.void]) -> list[Finding]:
+def _findings(program: Program, group: Any) -> list[Finding]:
     return [
         Finding(
-            findings.KINDS[row["kind"]],
-            _label(program, int(row["first"])),
-            _label(program, int(row["second"])) if row["second"] >= 0 else None,
-            int(row["count"]),
-            int(row["address"]),
+            findings.KINDS[group["note_kind"][row]],
+            _label(program, int(group["note_first"][row])),
+            _label(program, int(group["note_second"][row])) if group["note_second"][row] >= 0 else None,
+            int(group["note_count"][row]),
+            int(group["note_address"][row]),
         )
-        for row in notes
-        if row["kind"] >= 0
+        for row in np.flatnonzero(group["note_count"])
     ]

@@ -8,85 +8,66 @@ delivery until the wait.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numba
 import numpy as np
-from numpy.typing import NDArray
 
 from dualmla.emulator import findings, state
 from dualmla.emulator.lanes import pair
 
 
-class LocalMemory(NamedTuple):
-    """One workgroup's LDS and its shadows, one entry a 32-bit word where the race detector is on (else length 1)."""
-
-    words: NDArray[np.uint32]
-    size: int
-    """Bytes."""
-    written: NDArray[np.uint8]
-    """1 where somebody wrote."""
-    write_epoch: NDArray[np.int64]
-    """Barrier epoch of the last write times 16, plus the wave that wrote."""
-    write_record: NDArray[np.int32]
-    read_epoch: NDArray[np.int64]
-    """[16 waves, words] barrier epoch of each wave's last read."""
-    read_record: NDArray[np.int32]
-    in_flight: NDArray[np.int32]
-    """1 + record number of the load into LDS that has not arrived (delayed mode), else 0."""
-
-
 @numba.njit
-def track(local: LocalMemory, wave: Any, notes: Any, record: Any, word: Any, writes: Any, epoch: Any) -> Any:
+def track(group: Any, wave: Any, record: Any, word: Any, writes: Any) -> Any:
     """Race detector: same word, same epoch, two waves, at least one write."""
     me = wave.number
-    if local.write_epoch[word] >> 4 == epoch and local.write_epoch[word] & 15 != me:
-        findings.note(notes, findings.WRITE_WRITE if writes else findings.READ_WRITE, local.write_record[word], record, 4 * word)
+    if group.write_epoch[word] >> 4 == group.epoch and group.write_epoch[word] & 15 != me:
+        findings.note(group, findings.WRITE_WRITE if writes else findings.READ_WRITE, group.write_record[word], record, 4 * word)
     if writes:
         for other in range(16):
-            if other != me and local.read_epoch[other, word] == epoch:
-                findings.note(notes, findings.READ_WRITE, local.read_record[other, word], record, 4 * word)
-        local.write_epoch[word] = epoch << 4 | me
-        local.write_record[word] = record
+            if other != me and group.read_epoch[other, word] == group.epoch:
+                findings.note(group, findings.READ_WRITE, group.read_record[other, word], record, 4 * word)
+        group.write_epoch[word] = group.epoch << 4 | me
+        group.write_record[word] = record
     else:
-        local.read_epoch[me, word] = epoch
-        local.read_record[me, word] = record
+        group.read_epoch[me, word] = group.epoch
+        group.read_record[me, word] = record
 
 
-@numba.njit
-def valid(local: LocalMemory, wave: Any, address: Any, nbytes: Any, align: Any) -> Any:
+@numba.njit(forceinline=True)
+def valid(group: Any, wave: Any, address: Any, nbytes: Any, align: Any) -> Any:
     if address & (align - 1):
         wave.error, wave.error_address = state.E_MISALIGNED, address
         return False
-    if address < 0 or address + nbytes > local.size:
+    if address < 0 or address + nbytes > group.lds_bytes:
         wave.error, wave.error_address = state.E_LDS, address
         return False
     return True
 
 
-@numba.njit
-def read_word(local: LocalMemory, wave: Any, notes: Any, record: Any, address: Any, epoch: Any) -> Any:
+@numba.njit(forceinline=True)
+def read_word(group: Any, wave: Any, record: Any, address: Any) -> Any:
     word = address >> 2
-    if local.written.size > 1:
-        if not local.written[word]:
-            findings.note(notes, findings.UNWRITTEN_LDS, record, -1, address)
-        track(local, wave, notes, record, word, False, epoch)
-    if local.in_flight.size > 1 and local.in_flight[word]:
-        findings.note(notes, findings.LOAD_IN_FLIGHT, local.in_flight[word] - 1, record, address)
-    return local.words[word]
+    if group.watch:
+        if not group.written[word]:
+            findings.note(group, findings.UNWRITTEN_LDS, record, -1, address)
+        track(group, wave, record, word, False)
+    if group.delayed and group.in_flight[word]:
+        findings.note(group, findings.LOAD_IN_FLIGHT, group.in_flight[word] - 1, record, address)
+    return group.lds[word]
 
 
-@numba.njit
-def write_word(local: LocalMemory, wave: Any, notes: Any, record: Any, address: Any, value: Any, epoch: Any) -> Any:
+@numba.njit(forceinline=True)
+def write_word(group: Any, wave: Any, record: Any, address: Any, value: Any) -> Any:
     word = address >> 2
-    if local.written.size > 1:
-        local.written[word] = 1
-        track(local, wave, notes, record, word, True, epoch)
-    local.words[word] = value
+    if group.watch:
+        group.written[word] = 1
+        track(group, wave, record, word, True)
+    group.lds[word] = value
 
 
 @numba.njit
-def fetch(local: LocalMemory, wave: Any, ins: Any, slot: Any, notes: Any, epoch: Any) -> Any:
+def fetch(group: Any, wave: Any, ins: Any, slot: Any) -> Any:
     """Access the LDS for the operation captured in queue slot `slot`: `wave.lg_data` is read or filled."""
     mask, record = wave.lg_mask[slot], wave.lg_record[slot]
     wave.lg_fetched[slot] = 1
@@ -95,30 +76,30 @@ def fetch(local: LocalMemory, wave: Any, ins: Any, slot: Any, notes: Any, epoch:
             continue
         for access in range(ins.passes):
             address = (np.int64(wave.lg_address[slot, lane]) + ins.offset[access]) & 0xFFFFFFFF
-            if not valid(local, wave, address, ins.count * ins.size, ins.size):
+            if not valid(group, wave, address, ins.count * ins.size, ins.size):
                 return
             for k in range(ins.count):
                 row = access * ins.count + k
                 if ins.size == 4 and ins.kind == state.LDS_WRITE:
-                    write_word(local, wave, notes, record, address + 4 * k, wave.lg_data[slot, row, lane], epoch)
+                    write_word(group, wave, record, address + 4 * k, wave.lg_data[slot, row, lane])
                 elif ins.size == 4:
-                    wave.lg_data[slot, row, lane] = read_word(local, wave, notes, record, address + 4 * k, epoch)
+                    wave.lg_data[slot, row, lane] = read_word(group, wave, record, address + 4 * k)
                 else:
-                    _narrow(local, wave, ins, slot, lane, address, notes, record, epoch)
+                    _narrow(group, wave, ins, slot, lane, address, record)
     if ins.kind == state.LDS_TRANSPOSE:
         transpose(wave, slot, ins.op)
 
 
-@numba.njit
-def _narrow(local: LocalMemory, wave: Any, ins: Any, slot: Any, lane: Any, address: Any, notes: Any, record: Any, epoch: Any) -> Any:
+@numba.njit(forceinline=True)
+def _narrow(group: Any, wave: Any, ins: Any, slot: Any, lane: Any, address: Any, record: Any) -> Any:
     """One byte or short."""
     shift, width = 8 * (address & 3), 0xFF if ins.size == 1 else 0xFFFF
     if ins.kind == state.LDS_WRITE:
         value = np.int64(wave.lg_data[slot, 0, lane]) >> (16 if ins.flags & state.F_HIGH_HALF else 0) & width
-        word = np.int64(local.words[address >> 2]) & ~(width << shift) | value << shift
-        write_word(local, wave, notes, record, address & ~3, word, epoch)
+        word = np.int64(group.lds[address >> 2]) & ~(width << shift) | value << shift
+        write_word(group, wave, record, address & ~3, word)
     else:
-        value = np.int64(read_word(local, wave, notes, record, address & ~3, epoch)) >> shift & width
+        value = np.int64(read_word(group, wave, record, address & ~3)) >> shift & width
         sign = (width >> 1) + 1
         wave.lg_data[slot, 0, lane] = ((value ^ sign) - sign if ins.signed else value) & 0xFFFFFFFF
 

@@ -88,7 +88,7 @@ def byte_values() -> NDArray[np.float64]:
     return np.array([[minifloat.decode(code, form) for code in range(256)] for form in forms])
 
 
-@numba.njit
+@numba.njit(forceinline=True)
 def element_value(wave: Any, register: Any, lane: Any, position: Any, form: Any, byte_table: Any) -> Any:
     """Element `position` of the packed operand that starts at `register`, as float64."""
     if form == 0:  # bf16 is the upper half of a float32
@@ -133,7 +133,7 @@ multiply_16 = _multiplier(16)
 multiply_32 = _multiplier(32)
 
 
-@numba.njit
+@numba.njit(forceinline=True)
 def result_row(dim: Any, lane: Any, register: Any) -> Any:
     if dim == 16:
         return 4 * (lane >> 4) + register

@@ -108,7 +108,7 @@ class Memory:
             self._data, self._status = data, status
 
 
-@numba.njit
+@numba.njit(forceinline=True)
 def locate(arena: Any, wave: Any, address: Any, size: Any) -> Any:
     """Place of `address` in the arena's data, or -1 with the wave's error set."""
     offset = address - BASE
@@ -122,8 +122,8 @@ def locate(arena: Any, wave: Any, address: Any, size: Any) -> Any:
     return (np.int64(arena.pages[page]) << PAGE_BITS) | (offset & (PAGE - 1))
 
 
-@numba.njit
-def load(arena: Any, wave: Any, notes: Any, record: Any, address: Any, size: Any) -> Any:
+@numba.njit(forceinline=True)
+def load(arena: Any, wave: Any, group: Any, record: Any, address: Any, size: Any) -> Any:
     """The `size`-byte (1, 2 or 4) unsigned value at `address`."""
     place = locate(arena, wave, address, size)
     if place < 0:
@@ -140,11 +140,11 @@ def load(arena: Any, wave: Any, notes: Any, record: Any, address: Any, size: Any
     if low == OUTSIDE:
         wave.error, wave.error_address = state.E_OUTSIDE, address
     elif low == UNWRITTEN:
-        findings.note(notes, findings.UNWRITTEN_READ, record, -1, address)
+        findings.note(group, findings.UNWRITTEN_READ, record, -1, address)
     return value
 
 
-@numba.njit
+@numba.njit(forceinline=True)
 def store(arena: Any, wave: Any, address: Any, size: Any, value: Any) -> Any:
     """Write the low `size` bytes (1, 2 or 4) of `value`."""
     place = locate(arena, wave, address, size)

@@ -114,6 +114,7 @@ INSTRUCTION = np.dtype(
         ("offset", "i8", (2,)),
         ("flags", "i4"),
         ("target", "i4"),  # record number a branch goes to
+        ("executed", "i8"),  # how often it ran
     ],
     align=True,
 )
@@ -174,3 +175,35 @@ def _wave() -> np.dtype[np.void]:
 
 WAVE = _wave()
 """One wave: 64 lanes' registers, the scalar registers, and the operations in flight."""
+
+
+NOTES = 512
+"""Different findings kept apart in one launch; what comes after is counted in the last."""
+
+LDS_WORDS = 160 << 8
+WAVES = 16
+
+GROUP = np.dtype(
+    [
+        ("lds", "u4", (LDS_WORDS,)),
+        ("lds_bytes", "i8"),
+        ("lds_mask", "i8"),  # bits of M0 that address the LDS in a load into it
+        ("epoch", "i8"),  # barriers passed
+        ("delayed", "i8"),  # 1: results of loads arrive only when a wait asks for them
+        ("watch", "i8"),  # 1: LDS accesses are checked for races and for reads of what nobody wrote
+        ("written", "u1", (LDS_WORDS,)),
+        ("write_epoch", "i8", (LDS_WORDS,)),  # epoch of the last write * 16 + the wave that wrote
+        ("write_record", "i4", (LDS_WORDS,)),
+        ("read_epoch", "i8", (WAVES, LDS_WORDS)),  # epoch of each wave's last read
+        ("read_record", "i4", (WAVES, LDS_WORDS)),
+        ("in_flight", "i4", (LDS_WORDS,)),  # 1 + record number of a load into LDS that has not arrived (delayed mode)
+        ("byte_values", "f8", (4, 256)),  # see `matrix.byte_values`
+        ("note_kind", "i8", (NOTES,)),  # findings: kind, the two instructions, how often, first address
+        ("note_first", "i8", (NOTES,)),
+        ("note_second", "i8", (NOTES,)),
+        ("note_count", "i8", (NOTES,)),
+        ("note_address", "i8", (NOTES,)),
+    ],
+    align=True,
+)
+"""What the waves of a workgroup share: the LDS with its shadows (one entry a 32-bit word), and the launch's findings."""
