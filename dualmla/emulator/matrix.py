@@ -105,26 +105,32 @@ def element_value(wave: Any, register: Any, lane: Any, position: Any, form: Any,
 @numba.njit
 def unpack(wave: Any, left: Any, right: Any, left_form: Any, right_form: Any, dim: Any, per: Any, byte_table: Any) -> Any:
     """Fill `wave.left` [dim, depth] and `wave.right` [depth, dim]."""
-    depth = per * (64 // dim)
+    shift = 4 if dim == 16 else 5
+    depth = per * (64 >> shift)
     for lane in range(64):
-        row, first = lane % dim, per * (lane // dim)
+        row, first = lane & (dim - 1), per * (lane >> shift)
         for position in range(per):
             wave.left[row * depth + first + position] = element_value(wave, left, lane, position, left_form, byte_table)
             wave.right[(first + position) * dim + row] = element_value(wave, right, lane, position, right_form, byte_table)
 
 
 def _multiplier(dim: int) -> Any:
-    """Compiled for one `dim`, so that the inner loop has a constant length and becomes SIMD code."""
+    """`wave.product` = `wave.left` @ `wave.right`, compiled for one `dim`: four columns at a time stay in registers."""
 
     @numba.njit
     def multiply(wave: Any, depth: Any) -> Any:
         for i in range(dim):
-            for j in range(dim):
-                wave.product[i * dim + j] = 0.0
-            for k in range(depth):
-                factor = wave.left[i * depth + k]
-                for j in range(dim):
-                    wave.product[i * dim + j] += factor * wave.right[k * dim + j]
+            for j in range(0, dim, 4):
+                s0 = s1 = s2 = s3 = 0.0
+                for k in range(depth):
+                    factor = wave.left[i * depth + k]
+                    place = k * dim + j
+                    s0 += factor * wave.right[place]
+                    s1 += factor * wave.right[place + 1]
+                    s2 += factor * wave.right[place + 2]
+                    s3 += factor * wave.right[place + 3]
+                place = i * dim + j
+                wave.product[place], wave.product[place + 1], wave.product[place + 2], wave.product[place + 3] = s0, s1, s2, s3
 
     return multiply
 
@@ -133,11 +139,32 @@ multiply_16 = _multiplier(16)
 multiply_32 = _multiplier(32)
 
 
-@numba.njit(forceinline=True)
-def result_row(dim: Any, lane: Any, register: Any) -> Any:
-    if dim == 16:
-        return 4 * (lane >> 4) + register
-    return 8 * (register >> 2) + 4 * (lane >> 5) + (register & 3)
+def _adder(dim: int) -> Any:
+    """D = product + C, compiled for one `dim`."""
+    groups = state.LANES // dim
+
+    @numba.njit
+    def add(wave: Any, ins: Any) -> Any:
+        for register in range(dim * dim // 64):
+            if ins.src[2] < state.SGPR:
+                for lane in range(64):
+                    wave.out_f[lane] = wave.v_f[ins.src[2] + register, lane]
+            else:
+                for lane in range(64):
+                    wave.out[lane] = ins.literal[2]
+            for group in range(groups):
+                row = 4 * groups * (register >> 2) + 4 * group + (register & 3)
+                for column in range(dim):
+                    lane = group * dim + column
+                    wave.out_f[lane] = np.float32(wave.product[row * dim + column] + np.float64(wave.out_f[lane]))
+            for lane in range(64):
+                wave.v_f[ins.dst + register, lane] = wave.out_f[lane]
+
+    return add
+
+
+add_16 = _adder(16)
+add_32 = _adder(32)
 
 
 @numba.njit
@@ -147,13 +174,7 @@ def execute(wave: Any, ins: Any, byte_table: Any) -> Any:
     unpack(wave, ins.src[0], ins.src[1], ins.select[0], ins.select[1], dim, per, byte_table)
     if dim == 16:
         multiply_16(wave, per * 4)
+        add_16(wave, ins)
     else:
         multiply_32(wave, per * 2)
-    from_registers = ins.src[2] < state.SGPR
-    added = np.uint32(ins.literal[2]).view(np.float32)
-    for register in range(dim * dim // 64):
-        for lane in range(64):
-            if from_registers:
-                added = wave.v_f[ins.src[2] + register, lane]
-            total = wave.product[result_row(dim, lane, register) * dim + lane % dim] + np.float64(added)
-            wave.v_f[ins.dst + register, lane] = np.float32(total)
+        add_32(wave, ins)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numba
+
 from dualmla.emulator.registry import vector
 
 
@@ -316,23 +318,19 @@ def median3(a: Any, b: Any, c: Any) -> Any:
     return max(min(a, b), min(max(a, b), c))
 
 
+@numba.njit
+def picked_byte(a: Any, b: Any, code: Any) -> Any:
+    """Byte `code` of `a:b` (b holds bytes 0-3), a word's sign (8-11), 0 (12) or 0xFF (13 and up)."""
+    byte = (a if code & 4 else b) >> (8 * (code & 3)) & 255
+    sign = 255 * ((a if code & 2 else b) >> (31 if code & 1 else 15) & 1)
+    fixed = 0 if code == 12 else 255
+    return byte if code < 8 else (sign if code < 12 else fixed)
+
+
 @vector("u u u -> u", "V_PERM_B32")
 def permute_bytes(a: Any, b: Any, select: Any) -> Any:
-    """Each byte of `select` picks a byte of `a:b` (b holds bytes 0-3), a sign (8-11), 0 (12) or 0xFF (13 and up)."""
-    result = 0
-    for position in range(4):
-        code = select >> (8 * position) & 255
-        if code >= 13:
-            byte = 255
-        elif code == 12:
-            byte = 0
-        elif code >= 8:
-            word = a if code >= 10 else b
-            byte = 255 * (word >> (31 if code & 1 else 15) & 1)
-        else:
-            byte = (a if code >= 4 else b) >> (8 * (code & 3)) & 255
-        result |= byte << (8 * position)
-    return result
+    low = picked_byte(a, b, select & 255) | picked_byte(a, b, select >> 8 & 255) << 8
+    return low | picked_byte(a, b, select >> 16 & 255) << 16 | picked_byte(a, b, select >> 24) << 24
 
 
 @vector("u u u -> u", "V_ALIGNBIT_B32")
