@@ -16,8 +16,9 @@ KINDS = (
     "LDS race: one wave writes what another reads, no barrier between",
     "LDS read while a load into it is in flight",
     "register used before its load was waited for",
+    "misaligned access",
 )
-UNWRITTEN_READ, UNWRITTEN_LDS, WRITE_WRITE, READ_WRITE, LOAD_IN_FLIGHT, MISSING_WAIT = range(len(KINDS))
+UNWRITTEN_READ, UNWRITTEN_LDS, WRITE_WRITE, READ_WRITE, LOAD_IN_FLIGHT, MISSING_WAIT, MISALIGNED = range(len(KINDS))
 
 @dataclass(frozen=True)
 class Finding:

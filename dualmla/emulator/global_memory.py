@@ -53,7 +53,7 @@ def issue(wave: Any, ins: Any, slot: Any, group: Any, arena: Any, record: Any) -
             if is_store:
                 if in_range:
                     value = np.int64(wave.v[ins.src[3] + k, lane]) >> (16 if ins.flags & state.F_HIGH_HALF else 0)
-                    memory.store(arena, wave, address + 4 * k, ins.size, value)
+                    memory.store(arena, wave, group, record, address + 4 * k, ins.size, value)
             else:
                 value = memory.load(arena, wave, group, record, address + 4 * k, ins.size) if in_range else np.int64(0)
                 if ins.signed:
@@ -78,7 +78,7 @@ def deliver(wave: Any, ins: Any, slot: Any, group: Any) -> Any:
         for lane in range(64):
             if mask >> lane & 1:
                 address = lds_span(wave, ins, slot, lane)
-                if not lds.valid(group, wave, address, 4 * ins.count, 4):
+                if not lds.valid(group, wave, address, 4 * ins.count):
                     return
                 for k in range(ins.count):
                     lds.write_word(group, wave, wave.vm_record[slot], address + 4 * k, wave.vm_data[slot, k, lane])

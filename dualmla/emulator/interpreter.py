@@ -190,7 +190,7 @@ def issue_vector_memory(wave: Any, group: Any, records: Any, arena: Any, ins: An
         for lane in range(64):
             if wave.vm_mask[slot] >> lane & 1:
                 address = global_memory.lds_span(wave, ins, slot, lane)
-                if lds.valid(group, wave, address, 4 * ins.count, 4):
+                if lds.valid(group, wave, address, 4 * ins.count):
                     for k in range(ins.count):
                         group.in_flight[(address >> 2) + k] = record + 1
 

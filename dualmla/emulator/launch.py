@@ -104,7 +104,6 @@ class Device:
 
     arch: str
     memory: Memory = field(default_factory=Memory)
-    _programs: dict[int, tuple[CodeObject, Program]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.arch not in LDS_BYTES:
@@ -119,12 +118,6 @@ class Device:
         """Device memory nobody has written: NaN patterns, and a read of it is a finding."""
         form = np.dtype(dtype)
         return Buffer(self, self.memory.allocate(int(np.prod(shape, dtype=int)) * form.itemsize), shape, form)
-
-    def program(self, code: CodeObject) -> Program:
-        """The translation of a code object, made once a device."""
-        if id(code) not in self._programs:
-            self._programs[id(code)] = (code, translate(code))
-        return self._programs[id(code)][1]
 
     def launch(
         self,
@@ -151,7 +144,7 @@ class Device:
         size = lds_bytes if lds_bytes is not None else code.descriptor.lds_bytes
         if size > LDS_BYTES[self.arch]:
             raise EmulatorError(f"{code.name} wants {size} bytes of LDS, {self.arch} has {LDS_BYTES[self.arch]}")
-        program = self.program(code)
+        program = translate(code)
         arguments = self.memory.put(np.frombuffer(kernarg, np.uint8))
         group, records = _group(self.arch, mode, size), program.records.copy()
         waves = np.zeros(-(-block // state.LANES), state.WAVE)

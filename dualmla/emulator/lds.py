@@ -35,10 +35,7 @@ def track(group: Any, wave: Any, record: Any, word: Any, writes: Any) -> Any:
 
 
 @numba.njit(forceinline=True)
-def valid(group: Any, wave: Any, address: Any, nbytes: Any, align: Any) -> Any:
-    if address & (align - 1):
-        wave.error, wave.error_address = state.E_MISALIGNED, address
-        return False
+def valid(group: Any, wave: Any, address: Any, nbytes: Any) -> Any:
     if address < 0 or address + nbytes > group.lds_bytes:
         wave.error, wave.error_address = state.E_LDS, address
         return False
@@ -76,11 +73,13 @@ def fetch(group: Any, wave: Any, ins: Any, slot: Any) -> Any:
             continue
         for access in range(ins.passes):
             address = (np.int64(wave.lg_address[slot, lane]) + ins.offset[access]) & 0xFFFFFFFF
-            if not valid(group, wave, address, ins.count * ins.size, ins.size):
+            if not valid(group, wave, address, ins.count * ins.size):
                 return
             for k in range(ins.count):
                 row = access * ins.count + k
-                if ins.size == 4 and ins.kind == state.LDS_WRITE:
+                if ins.size == 4 and address & 3:
+                    _misaligned(group, wave, ins, slot, lane, row, address + 4 * k, record)
+                elif ins.size == 4 and ins.kind == state.LDS_WRITE:
                     write_word(group, wave, record, address + 4 * k, wave.lg_data[slot, row, lane])
                 elif ins.size == 4:
                     wave.lg_data[slot, row, lane] = read_word(group, wave, record, address + 4 * k)
@@ -88,6 +87,23 @@ def fetch(group: Any, wave: Any, ins: Any, slot: Any) -> Any:
                     _narrow(group, wave, ins, slot, lane, address, record)
     if ins.kind == state.LDS_TRANSPOSE:
         transpose(wave, slot, ins.op)
+
+
+@numba.njit
+def _misaligned(group: Any, wave: Any, ins: Any, slot: Any, lane: Any, row: Any, address: Any, record: Any) -> Any:
+    """One 32-bit access at any address (works under ROCm): across two words of the LDS."""
+    findings.note(group, findings.MISALIGNED, record, -1, address)
+    first, shift = address & ~3, 8 * (address & 3)
+    both = np.int64(group.lds[first >> 2]) | np.int64(group.lds[(first >> 2) + 1]) << 32
+    if ins.kind == state.LDS_WRITE:
+        keep = both & ~(np.int64(0xFFFFFFFF) << shift)
+        both = keep | np.int64(wave.lg_data[slot, row, lane]) << shift
+        write_word(group, wave, record, first, both & 0xFFFFFFFF)
+        write_word(group, wave, record, first + 4, both >> 32 & 0xFFFFFFFF)
+    else:
+        low = np.int64(read_word(group, wave, record, first)) >> shift
+        high = np.int64(read_word(group, wave, record, first + 4)) << (32 - shift)
+        wave.lg_data[slot, row, lane] = (low | high) & 0xFFFFFFFF
 
 
 @numba.njit(forceinline=True)

@@ -77,11 +77,10 @@ ERRORS = (
     "",
     "instruction not supported",
     "access to memory outside every allocation",
-    "misaligned access",
     "LDS access outside the allocation",
     "register index out of range",
 )
-E_NONE, E_UNSUPPORTED, E_OUTSIDE, E_MISALIGNED, E_LDS, E_REGISTER = range(len(ERRORS))
+E_NONE, E_UNSUPPORTED, E_OUTSIDE, E_LDS, E_REGISTER = range(len(ERRORS))
 
 INSTRUCTION = np.dtype(
     [
@@ -185,7 +184,7 @@ WAVES = 16
 
 GROUP = np.dtype(
     [
-        ("lds", "u4", (LDS_WORDS,)),
+        ("lds", "u4", (LDS_WORDS + 1,)),
         ("lds_bytes", "i8"),
         ("lds_mask", "i8"),  # bits of M0 that address the LDS in a load into it
         ("epoch", "i8"),  # barriers passed

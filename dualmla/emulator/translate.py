@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,7 @@ class Program:
         return 0
 
 
+@lru_cache(maxsize=64)
 def translate(code: CodeObject) -> Program:
     """Encode every instruction of `code` for the interpreter. Raises nothing for instructions it must refuse."""
     listing = list(instructions(code))
