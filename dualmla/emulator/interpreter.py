@@ -1,30 +1,33 @@
 """The loop that runs encoded instructions: one `step` a wave-instruction, one executor a kind.
 
-`workgroup_runner()` compiles everything on first use (about half a minute) and keeps the result in numba's cache on disk.
+`compile_interpreter()` compiles everything on first use (about half a minute) and keeps the result in numba's cache on disk.
 """
 
 from __future__ import annotations
 
-import hashlib
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
 
 from dualmla.emulator import findings, global_memory, lanes, lds, matrix, scalar, state, vector_compare, vector_float, vector_integer
-from dualmla.emulator.registry import lane_dispatcher, scalar_dispatcher
+from dualmla.emulator.registry import compiled, fingerprint, lane_dispatcher, scalar_dispatcher
 
 SEMANTICS = (scalar, vector_integer, vector_float, vector_compare)
-"""Importing these filled the registry; the dispatchers below compile what they registered."""
+"""Importing these filled the registry, which the dispatchers compile."""
 
-execute_lanes = lane_dispatcher()
-execute_scalar = scalar_dispatcher()
+
+class Arithmetic(NamedTuple):
+    """The compiled semantics, called by address."""
+
+    lanes: Any
+    scalar: Any
+    matrix: Any
 
 
 @numba.njit
-def vector(wave: Any, ins: Any) -> Any:
+def vector(wave: Any, ins: Any, arithmetic: Any) -> Any:
     """Lane-wise instructions: fetch the operands, apply the registered function, write what it returned."""
     for second in range(ins.passes):
         for k in range(4):
@@ -37,7 +40,7 @@ def vector(wave: Any, ins: Any) -> Any:
                     lanes.fetch(wave, ins, 2, second, wave.c, wave.c_q)
                 else:
                     lanes.fetch(wave, ins, 3, second, wave.d, wave.d_q)
-        execute_lanes(ins.op, wave)
+        arithmetic.lanes(np.int64(ins.op), wave)
         if ins.clamp:
             lanes.clamp(wave, ins.dst_width == 2)
         if ins.passes == 2 and second == 0:  # the second pass may read what the first is to overwrite
@@ -54,11 +57,11 @@ def vector(wave: Any, ins: Any) -> Any:
         lanes.write_mask(wave, ins.sdst)
 
 
-@numba.njit
-def scalar_arithmetic(wave: Any, ins: Any) -> Any:
+@numba.njit(inline="always")
+def scalar_arithmetic(wave: Any, ins: Any, arithmetic: Any) -> Any:
     a = lanes.scalar_operand(wave, ins, 0) if ins.form[0] else np.int64(0)
     b = lanes.scalar_operand(wave, ins, 1) if ins.form[1] else np.int64(0)
-    value, wave.scc = execute_scalar(ins.op, a, b, wave.scc)
+    value, wave.scc = arithmetic.scalar(np.int64(ins.op), a, b, wave.scc)
     if ins.dst >= 0:
         if ins.dst_width == 2:
             lanes.set_pair(wave, ins.dst, value)
@@ -66,16 +69,16 @@ def scalar_arithmetic(wave: Any, ins: Any) -> Any:
             wave.s[ins.dst] = value & 0xFFFFFFFF
 
 
-@numba.njit
-def save_exec(wave: Any, ins: Any) -> Any:
+@numba.njit(inline="always")
+def save_exec(wave: Any, ins: Any, arithmetic: Any) -> Any:
     """S_<op>_SAVEEXEC_B64: keep EXEC in the destination, then EXEC = source <op> EXEC."""
     old = lanes.pair(wave, state.EXEC)
-    value, wave.scc = execute_scalar(ins.op, lanes.scalar_operand(wave, ins, 0), old, wave.scc)
+    value, wave.scc = arithmetic.scalar(np.int64(ins.op), lanes.scalar_operand(wave, ins, 0), old, wave.scc)
     lanes.set_pair(wave, ins.dst, old)
     lanes.set_pair(wave, state.EXEC, value)
 
 
-@numba.njit
+@numba.njit(inline="always")
 def taken(wave: Any, condition: Any) -> Any:
     """Branch conditions, in the order of `translate._CONDITIONS`."""
     if condition == 6:
@@ -86,7 +89,7 @@ def taken(wave: Any, condition: Any) -> Any:
     return zero == (condition % 2 == 0)
 
 
-@numba.njit
+@numba.njit(inline="always")
 def gpr_index(wave: Any, ins: Any) -> Any:
     """S_SET_GPR_IDX_ON / _OFF, source 0 only: M0 takes the index and the mode."""
     if ins.op == 0:
@@ -176,7 +179,7 @@ def issue_lds(wave: Any, group: Any, records: Any, arena: Any, ins: Any, record:
         drain_lds(wave, group, records, 0)
 
 
-@numba.njit
+@numba.njit(inline="always")
 def issue_vector_memory(wave: Any, group: Any, records: Any, arena: Any, ins: Any, record: Any) -> Any:
     drain_vector_memory(wave, group, records, state.VMEM_QUEUE - 1)
     slot = (wave.vm_head + wave.vm_count) % (state.VMEM_QUEUE + 1)
@@ -195,7 +198,7 @@ def issue_vector_memory(wave: Any, group: Any, records: Any, arena: Any, ins: An
                         group.in_flight[(address >> 2) + k] = record + 1
 
 
-@numba.njit
+@numba.njit(inline="always")
 def memory_step(wave: Any, group: Any, records: Any, arena: Any, ins: Any, record: Any) -> Any:
     """The kinds that touch memory, waits and barriers."""
     if ins.kind == state.GLOBAL:
@@ -216,8 +219,8 @@ def memory_step(wave: Any, group: Any, records: Any, arena: Any, ins: Any, recor
         issue_lds(wave, group, records, arena, ins, record)
 
 
-@numba.njit(forceinline=True)
-def step(wave: Any, group: Any, records: Any, arena: Any) -> Any:
+@numba.njit(inline="always")
+def step(wave: Any, group: Any, records: Any, arena: Any, arithmetic: Any) -> Any:
     """Execute the instruction at `wave.pc`."""
     record = wave.pc
     ins = records[record]
@@ -227,11 +230,11 @@ def step(wave: Any, group: Any, records: Any, arena: Any) -> Any:
         check_pending(wave, ins, group, record)
     kind = ins.kind
     if kind == state.VECTOR:
-        vector(wave, ins)
+        vector(wave, ins, arithmetic)
     elif kind == state.SCALAR:
-        scalar_arithmetic(wave, ins)
+        scalar_arithmetic(wave, ins, arithmetic)
     elif kind == state.MATRIX:
-        matrix.execute(wave, ins, group.byte_values)
+        arithmetic.matrix(wave, ins, group)
     elif kind == state.BRANCH:
         if taken(wave, ins.op):
             wave.pc = np.int64(ins.target)
@@ -242,7 +245,7 @@ def step(wave: Any, group: Any, records: Any, arena: Any) -> Any:
     elif kind == state.GPR_INDEX:
         gpr_index(wave, ins)
     elif kind == state.SAVE_EXEC:
-        save_exec(wave, ins)
+        save_exec(wave, ins, arithmetic)
     elif kind == state.UNSUPPORTED:
         wave.error = state.E_UNSUPPORTED
     elif kind != state.NOTHING:
@@ -251,53 +254,49 @@ def step(wave: Any, group: Any, records: Any, arena: Any) -> Any:
         wave.pc, wave.status = record, state.STOPPED
 
 
-@numba.njit
-def run_wave(wave: Any, group: Any, records: Any, arena: Any, budget: Any) -> Any:
+@numba.njit(inline="always")
+def run_wave(wave: Any, group: Any, records: Any, arena: Any, arithmetic: Any, budget: Any) -> Any:
     """Run until a barrier, the end, an error, or `budget` instructions."""
     for _ in range(budget):
-        step(wave, group, records, arena)
+        step(wave, group, records, arena, arithmetic)
         if wave.status != state.RUNNING:
             return
 
 
-def _fingerprint() -> str:
-    """Changes with every source file of this package: numba's cache notices changes of one file only."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def _runner(fingerprint: str) -> Any:
-    @numba.njit(cache=True, nogil=True)
-    def run_workgroup(waves: Any, groups: Any, records: Any, arena: Any, order: Any, turn: Any) -> Any:
-        """Run all waves to their end, `turn` instructions at a time in the given order. Returns the number of the wave
-        that stopped with an error, or -1."""
-        len(fingerprint)  # a closure variable is part of the cache's key
-        group = groups[0]
-        while True:
-            live = 0
+def _run_workgroup(waves: Any, groups: Any, records: Any, arena: Any, arithmetic: Any, order: Any, turn: Any) -> Any:
+    """Run all waves to their end, `turn` instructions at a time in the given order. Returns the number of the wave that
+    stopped with an error, or -1."""
+    group = groups[0]
+    while True:
+        live = 0
+        for wave in order:
+            if waves[wave].status == state.AT_BARRIER:
+                waves[wave].status = state.RUNNING
+            live += waves[wave].status == state.RUNNING
+        if live == 0:
+            return -1
+        group.epoch += 1
+        running = True
+        while running:
+            running = False
             for wave in order:
-                if waves[wave].status == state.AT_BARRIER:
-                    waves[wave].status = state.RUNNING
-                live += waves[wave].status == state.RUNNING
-            if live == 0:
-                return -1
-            group.epoch += 1
-            running = True
-            while running:
-                running = False
-                for wave in order:
-                    if waves[wave].status == state.RUNNING:
-                        run_wave(waves[wave], group, records, arena, turn)
-                        if waves[wave].status == state.STOPPED:
-                            return wave
-                        running = running or waves[wave].status == state.RUNNING
+                if waves[wave].status == state.RUNNING:
+                    run_wave(waves[wave], group, records, arena, arithmetic, turn)
+                    if waves[wave].status == state.STOPPED:
+                        return wave
+                    running = running or waves[wave].status == state.RUNNING
 
-    return run_workgroup
+
+def _record_type(dtype: np.dtype[np.void]) -> Any:
+    return numba.typeof(np.zeros(1, dtype)).dtype
 
 
 @lru_cache(maxsize=1)
-def workgroup_runner() -> Any:
-    """The compiled `run_workgroup(waves, groups, records, arena, order, turn)`."""
-    return _runner(_fingerprint())
+def compile_interpreter() -> tuple[Any, Arithmetic]:
+    """Compile, or take from numba's cache: `run_workgroup(waves, groups, records, arena, arithmetic, order, turn)` and the
+    arithmetic to hand to it."""
+    wave, group, instruction = (_record_type(dtype) for dtype in (state.WAVE, state.GROUP, state.INSTRUCTION))
+    execute_matrix = compiled(numba.types.void(wave, instruction, group), matrix.execute)
+    _run_workgroup.__name__ = _run_workgroup.__qualname__ = f"run_workgroup_{fingerprint()}"
+    run = numba.njit(cache=True, nogil=True)(_run_workgroup)
+    return run, Arithmetic(lane_dispatcher(), scalar_dispatcher(), execute_matrix)

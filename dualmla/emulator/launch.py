@@ -21,7 +21,7 @@ from dualmla.emulator import findings, matrix, state
 from dualmla.emulator.elf import CodeObject
 from dualmla.emulator.errors import EmulatorError, MemoryFaultError, UnsupportedInstructionError
 from dualmla.emulator.findings import Finding
-from dualmla.emulator.interpreter import workgroup_runner
+from dualmla.emulator.interpreter import compile_interpreter
 from dualmla.emulator.memory import Memory
 from dualmla.emulator.translate import Program, translate
 
@@ -149,14 +149,14 @@ class Device:
         group, records = _group(self.arch, mode, size), program.records.copy()
         waves = np.zeros(-(-block // state.LANES), state.WAVE)
         order = np.asarray(range(len(waves)) if mode.order is None else mode.order, np.int64)
-        run, arena = workgroup_runner(), self.memory.arena()
+        (run, arithmetic), arena = compile_interpreter(), self.memory.arena()
         turn = np.int64(mode.turn or 1 << 62)
         start = time.perf_counter()
         for z in range(grid[2]):
             for y in range(grid[1]):
                 for x in range(grid[0]):
                     _reset(waves, group, program, block, (x, y, z), arguments)
-                    stopped = run(waves, group, records, arena, order, turn)
+                    stopped = run(waves, group, records, arena, arithmetic, order, turn)
                     if stopped >= 0:
                         raise _error(program, waves[stopped], (x, y, z))
         seconds = time.perf_counter() - start

@@ -167,11 +167,10 @@ add_16 = _adder(16)
 add_32 = _adder(32)
 
 
-@numba.njit
-def execute(wave: Any, ins: Any, byte_table: Any) -> Any:
+def execute(wave: Any, ins: Any, group: Any) -> Any:
     """Run one matrix instruction; `ins.offset` = (dim, per), `ins.select` = element kinds of A and B."""
     dim, per = ins.offset[0], ins.offset[1]
-    unpack(wave, ins.src[0], ins.src[1], ins.select[0], ins.select[1], dim, per, byte_table)
+    unpack(wave, ins.src[0], ins.src[1], ins.select[0], ins.select[1], dim, per, group.byte_values)
     if dim == 16:
         multiply_16(wave, per * 4)
         add_16(wave, ins)
