@@ -146,7 +146,7 @@ class Device:
             raise EmulatorError(f"{code.name} wants {size} bytes of LDS, {self.arch} has {LDS_BYTES[self.arch]}")
         program = translate(code)
         arguments = self.memory.put(np.frombuffer(kernarg, np.uint8))
-        group, records = _group(self.arch, mode, size), program.records.copy()
+        group, records = new_group(self.arch, mode, size), program.records.copy()
         waves = np.zeros(-(-block // state.LANES), state.WAVE)
         order = np.asarray(range(len(waves)) if mode.order is None else mode.order, np.int64)
         (run, arithmetic), arena = compile_interpreter(), self.memory.arena()
@@ -155,15 +155,16 @@ class Device:
         for z in range(grid[2]):
             for y in range(grid[1]):
                 for x in range(grid[0]):
-                    _reset(waves, group, program, block, (x, y, z), arguments)
+                    reset(waves, group, program, block, (x, y, z), arguments)
                     stopped = run(waves, group, records, arena, arithmetic, order, turn)
                     if stopped >= 0:
-                        raise _error(program, waves[stopped], (x, y, z))
+                        raise error_of(program, waves[stopped], (x, y, z))
         seconds = time.perf_counter() - start
-        return Report(program, records["executed"].copy(), _findings(program, group[0]), seconds)
+        return Report(program, records["executed"].copy(), findings_of(program, group[0]), seconds)
 
 
-def _group(arch: str, mode: Mode, lds_bytes: int) -> NDArray[np.void]:
+def new_group(arch: str, mode: Mode, lds_bytes: int) -> NDArray[np.void]:
+    """What a workgroup's waves share, before its first launch."""
     group = np.zeros(1, state.GROUP)
     group["lds_bytes"], group["lds_mask"] = lds_bytes, _LDS_ADDRESS_BITS[arch]
     group["delayed"], group["watch"] = mode.delayed, mode.watch_lds
@@ -171,7 +172,7 @@ def _group(arch: str, mode: Mode, lds_bytes: int) -> NDArray[np.void]:
     return group
 
 
-def _reset(
+def reset(
     waves: NDArray[np.void], group: NDArray[np.void], program: Program, block: int, place: tuple[int, int, int], arguments: int
 ) -> None:
     """A fresh workgroup: poisoned registers and LDS, then what the hardware initialises."""
@@ -187,7 +188,7 @@ def _reset(
     waves["v"], waves["s"] = state.POISON_REGISTER, state.POISON_REGISTER
     for number in range(len(waves)):
         wave = waves[number]
-        wave["number"], wave["pc"] = number, program.entry
+        wave["number"] = number
         threads = min(state.LANES, block - number * state.LANES)
         active = (1 << threads) - 1
         wave["s"][state.EXEC], wave["s"][state.EXEC + 1] = active & 0xFFFFFFFF, active >> 32
@@ -202,7 +203,8 @@ def _reset(
                 register += 1
 
 
-def _error(program: Program, wave: Any, group: tuple[int, int, int]) -> EmulatorError:
+def error_of(program: Program, wave: Any, group: tuple[int, int, int]) -> EmulatorError:
+    """The error that stopped a wave."""
     record = int(wave["pc"])
     where = f"{program.code.name}, workgroup {group}, wave {int(wave['number'])}"
     if wave["error"] == state.E_UNSUPPORTED:
@@ -214,7 +216,8 @@ def _label(program: Program, record: int) -> str:
     return f"{program.listing[record].name} at {program.listing[record].address:#x}"
 
 
-def _findings(program: Program, group: Any) -> list[Finding]:
+def findings_of(program: Program, group: Any) -> list[Finding]:
+    """What the instruments noted, with the instructions named."""
     return [
         Finding(
             findings.KINDS[group["note_kind"][row]],

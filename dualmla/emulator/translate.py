@@ -36,7 +36,7 @@ _CHIP_SPECIFIC = ("V_CVT_PK_FP8_F32", "V_CVT_F32_FP8", "V_CVT_F32_BF8", "V_CVT_P
 
 @dataclass(frozen=True)
 class Program:
-    """A translated code object: `records[i]` is `listing[i]` encoded."""
+    """A translated code object: `records[i]` is `listing[i]` encoded; execution starts at 0."""
 
     code: CodeObject
     listing: list[Instruction]
@@ -44,16 +44,15 @@ class Program:
     unsupported: dict[int, str] = field(default_factory=dict)
     """Record number -> why that instruction cannot be run."""
 
-    @property
-    def entry(self) -> int:
-        """Record number of the first instruction (the listing starts at the kernel's entry)."""
-        return 0
-
 
 @lru_cache(maxsize=64)
 def translate(code: CodeObject) -> Program:
     """Encode every instruction of `code` for the interpreter. Raises nothing for instructions it must refuse."""
-    listing = list(instructions(code))
+    return encode_listing(code, list(instructions(code)))
+
+
+def encode_listing(code: CodeObject, listing: list[Instruction]) -> Program:
+    """Encode a given list of instructions, the first one being the entry."""
     records = np.zeros(len(listing), state.INSTRUCTION)
     numbers = {instruction.address: number for number, instruction in enumerate(listing)}
     unsupported = {}

@@ -52,22 +52,22 @@ def is_denormal(x: Any) -> Any:
 
 @numba.njit
 def quiet_max(a: Any, b: Any) -> Any:
-    """IEEE maxNum: the number beats the NaN."""
+    """IEEE maxNum: the number beats the NaN, +0 beats -0."""
     if math.isnan(a):
         return b
     if math.isnan(b):
         return a
-    return max(a, b)
+    return a + b if a == 0 and b == 0 else max(a, b)
 
 
 @numba.njit
 def quiet_min(a: Any, b: Any) -> Any:
-    """IEEE minNum: the number beats the NaN."""
+    """IEEE minNum: the number beats the NaN, -0 beats +0."""
     if math.isnan(a):
         return b
     if math.isnan(b):
         return a
-    return min(a, b)
+    return -(-a - b) if a == 0 and b == 0 else min(a, b)
 
 
 @vector("f f -> f", "V_ADD_F32", "V_PK_ADD_F32")
@@ -129,7 +129,10 @@ def float_min3(a: Any, b: Any, c: Any) -> Any:
 def float_median3(a: Any, b: Any, c: Any) -> Any:
     if math.isnan(a) or math.isnan(b) or math.isnan(c):
         return quiet_min(quiet_min(a, b), c)
-    return max(min(a, b), min(max(a, b), c))
+    largest = quiet_max(quiet_max(a, b), c)
+    if largest == a:
+        return quiet_max(b, c)
+    return quiet_max(a, c) if largest == b else quiet_max(a, b)
 
 
 @vector("f -> f", "V_EXP_F32")
