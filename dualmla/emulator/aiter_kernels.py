@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -90,8 +91,8 @@ def decode(
         "qo_indptr": device.put(np.arange(batch + 1, dtype=np.int32) * query_len).address,
         "num_kv_splits_indptr": device.put(np.arange(batch + 1, dtype=np.int32) * splits).address,
         "out": out.address,
-        "q_scale": device.put(np.float32([q_scale])).address,
-        "kv_scale": device.put(np.float32([kv_scale])).address,
+        "q_scale": device.put(np.array([q_scale], np.float32)).address,
+        "kv_scale": device.put(np.array([kv_scale], np.float32)).address,
         "splits_again": splits,
     }
     values |= fields or {}
@@ -132,7 +133,7 @@ def absorbed_prefill(
     """AITER's `mla_pfl_*`: causal prefill over the paged latent cache, bf16 results in the partial buffer, one split."""
     tokens, heads, width = q.shape
     batch = len(kv_indptr) - 1
-    longest = max(b - a for a, b in zip(qo_indptr, qo_indptr[1:], strict=False))
+    longest = max(b - a for a, b in pairwise(qo_indptr))
     partial_out = device.empty((tokens, 1, heads, V_DIM), np.float32)
     partial_lse = device.empty((tokens, 1, heads), np.float32)
     values: dict[str, int | float] = {name: 0 for name, _ in kernargs.DECODE}
@@ -187,14 +188,14 @@ def persistent_decode(
 ) -> Decoded:
     """AITER's persistent stage 1: `works[i]` is the list of workgroup i. Partials come as [rows, 1, H, 512]."""
     tokens, heads, width = q.shape
-    query_len = max(b - a for a, b in zip(qo_indptr, qo_indptr[1:], strict=False))
+    query_len = max(b - a for a, b in pairwise(qo_indptr))
     items = [work for group in works for work in group]
     rows = max([work.slot + qo_indptr[work.batch + 1] - qo_indptr[work.batch] for work in items if work.slot >= 0], default=1)
-    info = [
-        [w.batch, w.slot, qo_indptr[w.batch], qo_indptr[w.batch + 1], kv_indptr[w.batch] + w.start, kv_indptr[w.batch] + w.stop]
-        + [kv_indptr[w.batch + 1] - kv_indptr[w.batch] - w.stop, 0]
-        for w in items
-    ]
+    info = []
+    for work in items:
+        first, last = kv_indptr[work.batch], kv_indptr[work.batch + 1]
+        query = qo_indptr[work.batch : work.batch + 2]
+        info.append([work.batch, work.slot, *query, first + work.start, first + work.stop, last - first - work.stop, 0])
     indptr = np.cumsum([0] + [len(group) for group in works]).astype(np.int32)
     tables = [device.put(indptr).address, device.put(np.asarray(info or [[0] * 8], np.int32)).address] + [0] * 8
     partial_out = device.empty((rows, 1, heads, V_DIM), np.float32)
@@ -217,8 +218,8 @@ def persistent_decode(
         "qo_indptr": device.put(np.asarray(qo_indptr, np.int32)).address,
         "num_kv_splits_indptr": device.put(np.asarray(tables, np.uint64)).address,
         "out": out.address,
-        "q_scale": device.put(np.float32([q_scale])).address,
-        "kv_scale": device.put(np.float32([kv_scale])).address,
+        "q_scale": device.put(np.array([q_scale], np.float32)).address,
+        "kv_scale": device.put(np.array([kv_scale], np.float32)).address,
         "splits_again": 1,
     }
     kernarg = kernargs.pack_slots(kernargs.DECODE, values)

@@ -87,7 +87,9 @@ def find_code_objects(root: str | Path | None = None) -> Path:
     try:
         distribution = importlib.metadata.distribution("amd-aiter")
     except importlib.metadata.PackageNotFoundError:
-        raise AiterNotFoundError("AITER's code objects are not here; `pip install --no-deps amd-aiter==0.1.7.post2.dev18` brings them") from None
+        raise AiterNotFoundError(
+            "AITER's code objects are not here; `pip install --no-deps amd-aiter==0.1.7.post2.dev18` brings them"
+        ) from None
     found = Path(str(distribution.locate_file("aiter_meta/hsa")))
     if not found.is_dir():
         raise AiterNotFoundError(f"the installed amd-aiter {distribution.version} carries no code objects at {found}")

@@ -18,7 +18,13 @@ MACHINES = {0x4C: "gfx942", 0x4F: "gfx950"}
 
 PT_LOAD, SHT_SYMTAB, SHT_DYNSYM = 1, 2, 11
 
-_USER_SGPRS = (("private segment buffer", 4), ("dispatch pointer", 2), ("queue pointer", 2), ("kernarg pointer", 2), ("dispatch id", 2))
+_USER_SGPRS: tuple[tuple[str, int], ...] = (
+    ("private segment buffer", 4),
+    ("dispatch pointer", 2),
+    ("queue pointer", 2),
+    ("kernarg pointer", 2),
+    ("dispatch id", 2),
+)
 _USER_SGPRS += (("flat scratch init", 2), ("private segment size", 1))
 """User scalar registers a descriptor can ask for, in the order the hardware hands them out, and their widths."""
 
@@ -123,7 +129,7 @@ def _descriptor(image: bytes, address: int) -> KernelDescriptor:
         if properties >> bit & 1:
             if what == "kernarg pointer":
                 kernarg_sgpr = register
-            elif what != "private segment buffer" and what != "flat scratch init":
+            elif what not in ("private segment buffer", "flat scratch init"):
                 raise CodeObjectError(f"the kernel asks for the {what} in scalar registers, which the emulator does not provide")
             register += width
     return KernelDescriptor(

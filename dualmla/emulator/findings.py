@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numba
-
 from dualmla.emulator import state
+from dualmla.emulator.jit import njit
 
 KINDS = (
     "read of memory nobody wrote",
@@ -19,6 +18,7 @@ KINDS = (
     "misaligned access",
 )
 UNWRITTEN_READ, UNWRITTEN_LDS, WRITE_WRITE, READ_WRITE, LOAD_IN_FLIGHT, MISSING_WAIT, MISALIGNED = range(len(KINDS))
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -36,7 +36,7 @@ class Finding:
         return f"{self.kind}: {self.instruction}{other}, {self.count} times, first at {self.where:#x}"
 
 
-@numba.njit
+@njit
 def note(group: Any, kind: Any, first: Any, second: Any, address: Any) -> Any:
     """Count an event of `kind` between records `first` and `second` (-1: none)."""
     for row in range(state.NOTES):

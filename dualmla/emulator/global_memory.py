@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 
 from dualmla.emulator import lds, memory, state
+from dualmla.emulator.jit import inlined, njit
 from dualmla.emulator.lanes import pair, scalar_operand
 
 
-@numba.njit(forceinline=True)
+@inlined
 def lane_address(wave: Any, ins: Any, lane: Any) -> Any:
     """Byte address of a global or flat access, before the element index."""
     if ins.flags & state.F_SADDR:
@@ -23,7 +23,7 @@ def lane_address(wave: Any, ins: Any, lane: Any) -> Any:
     return (np.int64(wave.v[ins.src[0], lane]) | np.int64(wave.v[ins.src[0] + 1, lane]) << 32) + ins.offset[0]
 
 
-@numba.njit
+@njit
 def issue(wave: Any, ins: Any, slot: Any, group: Any, arena: Any, record: Any) -> Any:
     """Run a load up to its data in `wave.vm_data[slot]`, or a store completely.
 
@@ -64,13 +64,13 @@ def issue(wave: Any, ins: Any, slot: Any, group: Any, arena: Any, record: Any) -
                 return
 
 
-@numba.njit(forceinline=True)
+@inlined
 def lds_span(wave: Any, ins: Any, slot: Any, lane: Any) -> Any:
     """LDS byte address a load into LDS writes for `lane`."""
     return wave.vm_base[slot] + 4 * ins.count * lane
 
 
-@numba.njit
+@njit
 def deliver(wave: Any, ins: Any, slot: Any, group: Any) -> Any:
     """Write the registers, or the LDS, that the load in queue slot `slot` is for."""
     mask = wave.vm_mask[slot]
@@ -94,7 +94,7 @@ def deliver(wave: Any, ins: Any, slot: Any, group: Any) -> Any:
                 wave.v[ins.dst + k, lane] = value
 
 
-@numba.njit
+@njit
 def scalar_load(wave: Any, ins: Any, slot: Any, group: Any, arena: Any, record: Any) -> Any:
     """S_LOAD_DWORD*, S_BUFFER_LOAD_DWORD*: the data into `wave.lg_data[slot, 0]`."""
     base = pair(wave, ins.src[0] - state.SGPR)
@@ -107,7 +107,7 @@ def scalar_load(wave: Any, ins: Any, slot: Any, group: Any, arena: Any, record: 
             return
 
 
-@numba.njit
+@njit
 def deliver_scalar(wave: Any, ins: Any, slot: Any) -> Any:
     for k in range(ins.count):
         wave.s[ins.dst + k] = wave.lg_data[slot, 0, k]

@@ -12,6 +12,7 @@ import numba
 import numpy as np
 
 from dualmla.emulator import findings, global_memory, lanes, lds, matrix, scalar, state, vector_compare, vector_float, vector_integer
+from dualmla.emulator.jit import merged, njit
 from dualmla.emulator.registry import compiled, fingerprint, lane_dispatcher, scalar_dispatcher
 
 SEMANTICS = (scalar, vector_integer, vector_float, vector_compare)
@@ -26,8 +27,8 @@ class Arithmetic(NamedTuple):
     matrix: Any
 
 
-@numba.njit
-def vector(wave: Any, ins: Any, arithmetic: Any) -> Any:
+@njit
+def vector(wave: Any, ins: Any, arithmetic: Any) -> Any:  # noqa: PLR0912 - one branch an operand row
     """Lane-wise instructions: fetch the operands, apply the registered function, write what it returned."""
     for second in range(ins.passes):
         for k in range(4):
@@ -57,7 +58,7 @@ def vector(wave: Any, ins: Any, arithmetic: Any) -> Any:
         lanes.write_mask(wave, ins.sdst)
 
 
-@numba.njit(inline="always")
+@merged
 def scalar_arithmetic(wave: Any, ins: Any, arithmetic: Any) -> Any:
     a = lanes.scalar_operand(wave, ins, 0) if ins.form[0] else np.int64(0)
     b = lanes.scalar_operand(wave, ins, 1) if ins.form[1] else np.int64(0)
@@ -69,7 +70,7 @@ def scalar_arithmetic(wave: Any, ins: Any, arithmetic: Any) -> Any:
             wave.s[ins.dst] = value & 0xFFFFFFFF
 
 
-@numba.njit(inline="always")
+@merged
 def save_exec(wave: Any, ins: Any, arithmetic: Any) -> Any:
     """S_<op>_SAVEEXEC_B64: keep EXEC in the destination, then EXEC = source <op> EXEC."""
     old = lanes.pair(wave, state.EXEC)
@@ -78,7 +79,7 @@ def save_exec(wave: Any, ins: Any, arithmetic: Any) -> Any:
     lanes.set_pair(wave, state.EXEC, value)
 
 
-@numba.njit(inline="always")
+@merged
 def taken(wave: Any, condition: Any) -> Any:
     """Branch conditions, in the order of `translate._CONDITIONS`."""
     if condition == 6:
@@ -89,7 +90,7 @@ def taken(wave: Any, condition: Any) -> Any:
     return zero == (condition % 2 == 0)
 
 
-@numba.njit(inline="always")
+@merged
 def gpr_index(wave: Any, ins: Any) -> Any:
     """S_SET_GPR_IDX_ON / _OFF, source 0 only: M0 takes the index and the mode."""
     if ins.op == 0:
@@ -99,7 +100,7 @@ def gpr_index(wave: Any, ins: Any) -> Any:
     wave.s[state.M0] = (np.int64(wave.s[state.M0]) & 0xFFFF0F00) | wave.gpr_index | 1 << 12
 
 
-@numba.njit
+@njit
 def set_pending(wave: Any, ins: Any, value: Any) -> Any:
     """Mark the registers a load is for (`value` = 1 + its record number) or clear them (0)."""
     if ins.kind == state.SCALAR_LOAD:
@@ -110,7 +111,7 @@ def set_pending(wave: Any, ins: Any, value: Any) -> Any:
             wave.pending[ins.dst + k] = value
 
 
-@numba.njit
+@njit
 def check_pending(wave: Any, ins: Any, group: Any, record: Any) -> Any:
     """Report operands whose load has been issued but not waited for."""
     for k in range(4):
@@ -125,7 +126,7 @@ def check_pending(wave: Any, ins: Any, group: Any, record: Any) -> Any:
                 findings.note(group, findings.MISSING_WAIT, load - 1, record, code + i)
 
 
-@numba.njit
+@njit
 def drain_vector_memory(wave: Any, group: Any, records: Any, keep: Any) -> Any:
     """Deliver the oldest loads until at most `keep` operations are outstanding."""
     while wave.vm_count > keep and not wave.error:
@@ -139,14 +140,14 @@ def drain_vector_memory(wave: Any, group: Any, records: Any, keep: Any) -> Any:
         wave.vm_count -= 1
 
 
-@numba.njit
+@njit
 def fetch_lds(wave: Any, group: Any, records: Any, slot: Any) -> Any:
     ins = records[wave.lg_record[slot]]
-    if not wave.lg_fetched[slot] and ins.kind != state.SCALAR_LOAD and ins.kind != state.LDS_PERMUTE:
+    if not wave.lg_fetched[slot] and ins.kind not in (state.SCALAR_LOAD, state.LDS_PERMUTE):
         lds.fetch(group, wave, ins, slot)
 
 
-@numba.njit
+@njit
 def drain_lds(wave: Any, group: Any, records: Any, keep: Any) -> Any:
     """Deliver the oldest LDS operations and scalar loads until at most `keep` are outstanding."""
     while wave.lg_count > keep and not wave.error:
@@ -162,7 +163,7 @@ def drain_lds(wave: Any, group: Any, records: Any, keep: Any) -> Any:
         wave.lg_count -= 1
 
 
-@numba.njit
+@njit
 def issue_lds(wave: Any, group: Any, records: Any, arena: Any, ins: Any, record: Any) -> Any:
     """Queue an LDS operation or scalar load, and finish it at once unless loads are delayed."""
     drain_lds(wave, group, records, state.LGKM_QUEUE - 1)
@@ -179,7 +180,7 @@ def issue_lds(wave: Any, group: Any, records: Any, arena: Any, ins: Any, record:
         drain_lds(wave, group, records, 0)
 
 
-@numba.njit(inline="always")
+@merged
 def issue_vector_memory(wave: Any, group: Any, records: Any, arena: Any, ins: Any, record: Any) -> Any:
     drain_vector_memory(wave, group, records, state.VMEM_QUEUE - 1)
     slot = (wave.vm_head + wave.vm_count) % (state.VMEM_QUEUE + 1)
@@ -198,7 +199,7 @@ def issue_vector_memory(wave: Any, group: Any, records: Any, arena: Any, ins: An
                         group.in_flight[(address >> 2) + k] = record + 1
 
 
-@numba.njit(inline="always")
+@merged
 def memory_step(wave: Any, group: Any, records: Any, arena: Any, ins: Any, record: Any) -> Any:
     """The kinds that touch memory, waits and barriers."""
     if ins.kind == state.GLOBAL:
@@ -219,8 +220,8 @@ def memory_step(wave: Any, group: Any, records: Any, arena: Any, ins: Any, recor
         issue_lds(wave, group, records, arena, ins, record)
 
 
-@numba.njit(inline="always")
-def step(wave: Any, group: Any, records: Any, arena: Any, arithmetic: Any) -> Any:
+@merged
+def step(wave: Any, group: Any, records: Any, arena: Any, arithmetic: Any) -> Any:  # noqa: PLR0912 - one branch a kind
     """Execute the instruction at `wave.pc`."""
     record = wave.pc
     ins = records[record]
@@ -254,7 +255,7 @@ def step(wave: Any, group: Any, records: Any, arena: Any, arithmetic: Any) -> An
         wave.pc, wave.status = record, state.STOPPED
 
 
-@numba.njit(inline="always")
+@merged
 def run_wave(wave: Any, group: Any, records: Any, arena: Any, arithmetic: Any, budget: Any) -> Any:
     """Run until a barrier, the end, an error, or `budget` instructions."""
     for _ in range(budget):

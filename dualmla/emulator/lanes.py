@@ -8,27 +8,27 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 
 from dualmla.emulator import state
+from dualmla.emulator.jit import inlined, njit
 
 SIGN_32, SIGN_64 = 0x80000000, -(2**63)
 
 
-@numba.njit(forceinline=True)
+@inlined
 def pair(wave: Any, register: Any) -> Any:
     """A 64-bit scalar register pair as a signed bit pattern."""
     return np.int64(wave.s[register]) | np.int64(wave.s[register + 1]) << 32
 
 
-@numba.njit(forceinline=True)
+@inlined
 def set_pair(wave: Any, register: Any, value: Any) -> Any:
     wave.s[register] = value & 0xFFFFFFFF
     wave.s[register + 1] = value >> 32 & 0xFFFFFFFF
 
 
-@numba.njit(forceinline=True)
+@inlined
 def scalar_operand(wave: Any, ins: Any, k: Any) -> Any:
     """Scalar operand `k` of `ins` as int64: 32 bits unsigned, or the 64-bit pattern of a wide one."""
     code = ins.src[k]
@@ -43,8 +43,8 @@ def scalar_operand(wave: Any, ins: Any, k: Any) -> Any:
     return pair(wave, code - state.SGPR)
 
 
-@numba.njit(forceinline=True)
-def dpp_source(control: Any, lane: Any) -> Any:
+@inlined
+def dpp_source(control: Any, lane: Any) -> Any:  # noqa: PLR0911 - a table of patterns
     """The lane a DPP operand is read from, or -1 where the pattern has none."""
     row, place, amount = lane & ~15, lane & 15, control & 15
     if control < 0x100:  # quad_perm
@@ -68,51 +68,67 @@ def dpp_source(control: Any, lane: Any) -> Any:
     return row + amount  # row_newbcast
 
 
-@numba.njit
+@inlined
+def _from_registers(wave: Any, ins: Any, k: Any, upper: Any, row: Any, row_q: Any) -> Any:
+    register = ins.src[k] + upper
+    if k == 0:
+        register += wave.gpr_index
+        if register >= state.VGPRS:
+            wave.error, wave.error_address, register = state.E_REGISTER, register, 0
+    if ins.form[k] == 1:
+        for lane in range(64):
+            row[lane] = wave.v[register, lane]
+    else:
+        for lane in range(64):
+            row_q[lane] = np.int64(wave.v[register, lane]) | np.int64(wave.v[register + 1, lane]) << 32
+
+
+@inlined
+def _from_scalar(wave: Any, ins: Any, k: Any, upper: Any, row: Any, row_q: Any) -> Any:
+    """A scalar register or constant in every lane, or the bits of a mask, one a lane."""
+    form = ins.form[k]
+    plain = ins.src[k] < state.VCCZ and form == 1
+    value = np.int64(wave.s[ins.src[k] - state.SGPR + upper]) if plain else scalar_operand(wave, ins, k)
+    if form == 1:
+        for lane in range(64):
+            row[lane] = value
+    elif form == 2:
+        for lane in range(64):
+            row_q[lane] = value
+    else:
+        for lane in range(64):
+            row[lane] = value >> lane & 1
+
+
+@inlined
+def _shuffle(wave: Any, ins: Any, row: Any) -> Any:
+    """DPP: each lane takes the value of the lane the control names."""
+    for lane in range(64):
+        wave.out[lane] = row[lane]
+    for lane in range(64):
+        source = dpp_source(ins.dpp, lane)
+        row[lane] = wave.out[source] if source >= 0 else np.uint32(0)
+
+
+@njit
 def fetch(wave: Any, ins: Any, k: Any, second: Any, row: Any, row_q: Any) -> Any:
     """Operand `k` into `row` (32-bit and masks) or `row_q` (64-bit, the same memory). `second`: pass 1 of a packed one."""
-    code, form = ins.src[k], ins.form[k]
-    if code < state.SGPR:
-        register = code + (ins.high >> (4 * second + k) & 1)
-        if k == 0:
-            register += wave.gpr_index
-            if register >= state.VGPRS:
-                wave.error, wave.error_address, register = state.E_REGISTER, register, 0
-        if form == 1:
-            for lane in range(64):
-                row[lane] = wave.v[register, lane]
-        else:
-            for lane in range(64):
-                row_q[lane] = np.int64(wave.v[register, lane]) | np.int64(wave.v[register + 1, lane]) << 32
+    upper = ins.high >> (4 * second + k) & 1
+    if ins.src[k] < state.SGPR:
+        _from_registers(wave, ins, k, upper, row, row_q)
     else:
-        if code < state.VCCZ and form == 1:
-            value = np.int64(wave.s[code - state.SGPR + (ins.high >> (4 * second + k) & 1)])
-        else:
-            value = scalar_operand(wave, ins, k)
-        if form == 1:
-            for lane in range(64):
-                row[lane] = value
-        elif form == 2:
-            for lane in range(64):
-                row_q[lane] = value
-        else:
-            for lane in range(64):
-                row[lane] = value >> lane & 1
+        _from_scalar(wave, ins, k, upper, row, row_q)
     if k == 0 and ins.dpp >= 0:
-        for lane in range(64):
-            wave.out[lane] = row[lane]
-        for lane in range(64):
-            source = dpp_source(ins.dpp, lane)
-            row[lane] = wave.out[source] if source >= 0 else np.uint32(0)
+        _shuffle(wave, ins, row)
     if k < 2 and ins.select[k] != 6:
         for lane in range(64):
             row[lane] = part(np.int64(row[lane]), ins.select[k], ins.extend[k])
     absolute, negate = ins.absolute >> k & 1, (ins.negate_high if second else ins.negate) >> k & 1
     if absolute or negate:
-        _sign(row, row_q, form, absolute, negate)
+        _sign(row, row_q, ins.form[k], absolute, negate)
 
 
-@numba.njit
+@njit
 def _sign(row: Any, row_q: Any, form: Any, absolute: Any, negate: Any) -> Any:
     for lane in range(64):
         if form == 2:
@@ -123,7 +139,7 @@ def _sign(row: Any, row_q: Any, form: Any, absolute: Any, negate: Any) -> Any:
             row[lane] = bits ^ SIGN_32 if negate else bits
 
 
-@numba.njit(forceinline=True)
+@inlined
 def part(value: Any, select: Any, extend: Any) -> Any:
     """SDWA: byte 0..3 (select 0..3), word 0 or 1 (4, 5) or all (6) of a 32-bit pattern."""
     if select < 4:
@@ -135,7 +151,7 @@ def part(value: Any, select: Any, extend: Any) -> Any:
     return value
 
 
-@numba.njit(forceinline=True)
+@inlined
 def enabled(ins: Any, lane: Any) -> Any:
     """Whether DPP lets this lane be written."""
     if not (ins.dpp_rows >> (lane >> 4) & 1 and ins.dpp_banks >> (lane >> 2 & 3) & 1):
@@ -143,7 +159,7 @@ def enabled(ins: Any, lane: Any) -> Any:
     return ins.dpp_zero != 0 or dpp_source(ins.dpp, lane) >= 0
 
 
-@numba.njit
+@njit
 def write(wave: Any, ins: Any, register: Any, row: Any) -> Any:
     """`row` into a vector register, in the lanes EXEC names."""
     active = pair(wave, state.EXEC)
@@ -162,7 +178,7 @@ def write(wave: Any, ins: Any, register: Any, row: Any) -> Any:
             wave.v[register, lane] = value
 
 
-@numba.njit
+@njit
 def write_wide(wave: Any, register: Any) -> Any:
     """`wave.out_q` into a register pair, in the lanes EXEC names."""
     active = pair(wave, state.EXEC)
@@ -172,7 +188,7 @@ def write_wide(wave: Any, register: Any) -> Any:
             wave.v[register + 1, lane] = wave.out_q[lane] >> 32 & 0xFFFFFFFF
 
 
-@numba.njit
+@njit
 def write_mask(wave: Any, register: Any) -> Any:
     """`wave.out_mask` into a scalar register pair; lanes EXEC leaves out become 0."""
     mask = np.int64(0)
@@ -181,7 +197,7 @@ def write_mask(wave: Any, register: Any) -> Any:
     set_pair(wave, register, mask & pair(wave, state.EXEC))
 
 
-@numba.njit
+@njit
 def clamp(wave: Any, double: Any) -> Any:
     """Float results into 0 .. 1; NaN becomes 0."""
     for lane in range(64):
@@ -192,7 +208,7 @@ def clamp(wave: Any, double: Any) -> Any:
             wave.out_f[lane] = min(max(x, np.float32(0)), np.float32(1)) if x == x else np.float32(0)
 
 
-@numba.njit
+@njit
 def first_lane(wave: Any) -> Any:
     """The lowest active lane, or 0 if none is."""
     active = pair(wave, state.EXEC)
@@ -202,7 +218,7 @@ def first_lane(wave: Any) -> Any:
     return 0
 
 
-@numba.njit
+@njit
 def lane_access(wave: Any, ins: Any) -> Any:
     """V_READFIRSTLANE_B32 (op 0), V_READLANE_B32 (1), V_WRITELANE_B32 (2)."""
     if ins.op == 2:
@@ -215,7 +231,7 @@ def lane_access(wave: Any, ins: Any) -> Any:
     wave.s[ins.dst] = wave.v[ins.src[0], lane]
 
 
-@numba.njit
+@njit
 def lane_swap(wave: Any, ins: Any) -> Any:
     """V_PERMLANE16_SWAP_B32, V_PERMLANE32_SWAP_B32: odd groups of `dst` change places with even groups of `src0`."""
     width, other = ins.op, ins.src[0]

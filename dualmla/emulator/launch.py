@@ -1,9 +1,9 @@
 """Devices and launches: the public way to run a code object.
 
-    device = Device("gfx942")
-    q, out = device.put(q_array), device.empty(shape, np.float32)
-    report = device.launch(load_code_object(path), grid=(1, 1, 1), block=256, kernarg=pack(...))
-    out.numpy(), report.instructions_by_kind(), report.findings
+device = Device("gfx942")
+q, out = device.put(q_array), device.empty(shape, np.float32)
+report = device.launch(load_code_object(path), grid=(1, 1, 1), block=256, kernarg=pack(...))
+out.numpy(), report.by_kind(), report.findings
 """
 
 from __future__ import annotations
@@ -128,23 +128,27 @@ class Device:
         kernarg: bytes,
         mode: Mode | None = None,
         lds_bytes: int | None = None,
+        program: Program | None = None,
     ) -> Report:
         """Run every workgroup of `grid` with `block` threads, one after the other.
 
         `kernarg` are the kernel's argument bytes. `lds_bytes`: LDS to allocate where the kernel descriptor leaves it to
-        the launch (Triton). Raises `UnsupportedInstructionError` or `MemoryFaultError`, naming the instruction and its address.
+        the launch (Triton). `program`: a translation other than the code object's own. Raises `UnsupportedInstructionError`
+        or `MemoryFaultError`, naming the instruction and its address.
         """
         mode = mode or Mode()
         if code.arch != self.arch:
             raise EmulatorError(f"{code.name} is for {code.arch}, the device is a {self.arch}")
         if code.descriptor.scratch_bytes:
-            raise EmulatorError(f"{code.name} spills to scratch memory ({code.descriptor.scratch_bytes} bytes a thread), which is not emulated")
+            raise EmulatorError(
+                f"{code.name} spills to scratch memory ({code.descriptor.scratch_bytes} bytes a thread), which is not emulated"
+            )
         if code.descriptor.kernarg_preload:
             raise EmulatorError(f"{code.name} wants its arguments preloaded into registers, which is not emulated")
         size = lds_bytes if lds_bytes is not None else code.descriptor.lds_bytes
         if size > LDS_BYTES[self.arch]:
             raise EmulatorError(f"{code.name} wants {size} bytes of LDS, {self.arch} has {LDS_BYTES[self.arch]}")
-        program = translate(code)
+        program = program or translate(code)
         arguments = self.memory.put(np.frombuffer(kernarg, np.uint8))
         group, records = new_group(self.arch, mode, size), program.records.copy()
         waves = np.zeros(-(-block // state.LANES), state.WAVE)

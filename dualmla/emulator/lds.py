@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 
 from dualmla.emulator import findings, state
+from dualmla.emulator.jit import inlined, njit
 from dualmla.emulator.lanes import pair
 
 
-@numba.njit
+@njit
 def track(group: Any, wave: Any, record: Any, word: Any, writes: Any) -> Any:
     """Race detector: same word, same epoch, two waves, at least one write."""
     me = wave.number
@@ -34,7 +34,7 @@ def track(group: Any, wave: Any, record: Any, word: Any, writes: Any) -> Any:
         group.read_record[me, word] = record
 
 
-@numba.njit(forceinline=True)
+@inlined
 def valid(group: Any, wave: Any, address: Any, nbytes: Any) -> Any:
     if address < 0 or address + nbytes > group.lds_bytes:
         wave.error, wave.error_address = state.E_LDS, address
@@ -42,7 +42,7 @@ def valid(group: Any, wave: Any, address: Any, nbytes: Any) -> Any:
     return True
 
 
-@numba.njit(forceinline=True)
+@inlined
 def read_word(group: Any, wave: Any, record: Any, address: Any) -> Any:
     word = address >> 2
     if group.watch:
@@ -54,7 +54,7 @@ def read_word(group: Any, wave: Any, record: Any, address: Any) -> Any:
     return group.lds[word]
 
 
-@numba.njit(forceinline=True)
+@inlined
 def write_word(group: Any, wave: Any, record: Any, address: Any, value: Any) -> Any:
     word = address >> 2
     if group.watch:
@@ -63,7 +63,7 @@ def write_word(group: Any, wave: Any, record: Any, address: Any, value: Any) -> 
     group.lds[word] = value
 
 
-@numba.njit
+@njit
 def fetch(group: Any, wave: Any, ins: Any, slot: Any) -> Any:
     """Access the LDS for the operation captured in queue slot `slot`: `wave.lg_data` is read or filled."""
     mask, record = wave.lg_mask[slot], wave.lg_record[slot]
@@ -89,7 +89,7 @@ def fetch(group: Any, wave: Any, ins: Any, slot: Any) -> Any:
         transpose(wave, slot, ins.op)
 
 
-@numba.njit
+@njit
 def _misaligned(group: Any, wave: Any, ins: Any, slot: Any, lane: Any, row: Any, address: Any, record: Any) -> Any:
     """One 32-bit access at any address (works under ROCm): across two words of the LDS."""
     findings.note(group, findings.MISALIGNED, record, -1, address)
@@ -106,7 +106,7 @@ def _misaligned(group: Any, wave: Any, ins: Any, slot: Any, lane: Any, row: Any,
         wave.lg_data[slot, row, lane] = (low | high) & 0xFFFFFFFF
 
 
-@numba.njit(forceinline=True)
+@inlined
 def _narrow(group: Any, wave: Any, ins: Any, slot: Any, lane: Any, address: Any, record: Any) -> Any:
     """One byte or short."""
     shift, width = 8 * (address & 3), 0xFF if ins.size == 1 else 0xFFFF
@@ -120,7 +120,7 @@ def _narrow(group: Any, wave: Any, ins: Any, slot: Any, lane: Any, address: Any,
         wave.lg_data[slot, 0, lane] = ((value ^ sign) - sign if ins.signed else value) & 0xFFFFFFFF
 
 
-@numba.njit
+@njit
 def transpose(wave: Any, slot: Any, elements: Any) -> Any:
     """gfx950 DS_READ_B64_TR: each 16 lanes hold a matrix of 16 columns, row-major in chunks of 64 bits (`elements` to a
     lane); lane l receives column l."""
@@ -143,7 +143,7 @@ def transpose(wave: Any, slot: Any, elements: Any) -> Any:
         wave.lg_data[slot, 1, lane] = wave.lg_data[slot, 3, lane]
 
 
-@numba.njit
+@njit
 def issue(wave: Any, ins: Any, slot: Any) -> Any:
     """Capture addresses and, for a write, data of an LDS operation into queue slot `slot`."""
     wave.lg_mask[slot] = pair(wave, state.EXEC)
@@ -158,7 +158,7 @@ def issue(wave: Any, ins: Any, slot: Any) -> Any:
         permute(wave, ins, slot)
 
 
-@numba.njit
+@njit
 def permute(wave: Any, ins: Any, slot: Any) -> Any:
     """DS_BPERMUTE_B32 (op 0): lane l reads lane address/4, 0 from an inactive one. DS_PERMUTE_B32 (op 1): it sends there."""
     mask = wave.lg_mask[slot]
@@ -172,7 +172,7 @@ def permute(wave: Any, ins: Any, slot: Any) -> Any:
             wave.lg_data[slot, 0, other] = wave.v[ins.src[1], lane]
 
 
-@numba.njit
+@njit
 def deliver(wave: Any, ins: Any, slot: Any) -> Any:
     """Write the registers an LDS read or permute loads."""
     if ins.kind == state.LDS_WRITE:
@@ -187,7 +187,7 @@ def deliver(wave: Any, ins: Any, slot: Any) -> Any:
                 wave.v[ins.dst + row, lane] = value
 
 
-@numba.njit
+@njit
 def merge_half(old: Any, value: Any, flags: Any) -> Any:
     """D16 loads change one half of the register and keep the other."""
     if flags & state.F_HIGH_HALF:

@@ -12,11 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from dualmla.emulator import minifloat, state
+from dualmla.emulator.jit import inlined, njit
 
 FORMATS = ("bf16", "f16", "f32", "e4m3fnuz", "e5m2fnuz", "e4m3fn", "e5m2")
 """What one element of A or B can be."""
@@ -88,7 +88,7 @@ def byte_values() -> NDArray[np.float64]:
     return np.array([[minifloat.decode(code, form) for code in range(256)] for form in forms])
 
 
-@numba.njit(forceinline=True)
+@inlined
 def element_value(wave: Any, register: Any, lane: Any, position: Any, form: Any, byte_table: Any) -> Any:
     """Element `position` of the packed operand that starts at `register`, as float64."""
     if form == 0:  # bf16 is the upper half of a float32
@@ -102,7 +102,7 @@ def element_value(wave: Any, register: Any, lane: Any, position: Any, form: Any,
     return byte_table[form - BYTE_FORMATS, np.int64(wave.v[register + (position >> 2), lane]) >> (8 * (position & 3)) & 255]
 
 
-@numba.njit
+@njit
 def unpack(wave: Any, left: Any, right: Any, left_form: Any, right_form: Any, dim: Any, per: Any, byte_table: Any) -> Any:
     """Fill `wave.left` [dim, depth] and `wave.right` [depth, dim]."""
     shift = 4 if dim == 16 else 5
@@ -117,7 +117,7 @@ def unpack(wave: Any, left: Any, right: Any, left_form: Any, right_form: Any, di
 def _multiplier(dim: int) -> Any:
     """`wave.product` = `wave.left` @ `wave.right`, compiled for one `dim`: four columns at a time stay in registers."""
 
-    @numba.njit
+    @njit
     def multiply(wave: Any, depth: Any) -> Any:
         for i in range(dim):
             for j in range(0, dim, 4):
@@ -143,7 +143,7 @@ def _adder(dim: int) -> Any:
     """D = product + C, compiled for one `dim`."""
     groups = state.LANES // dim
 
-    @numba.njit
+    @njit
     def add(wave: Any, ins: Any) -> Any:
         for register in range(dim * dim // 64):
             if ins.src[2] < state.SGPR:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dualmla.emulator import findings, state
 from dualmla.emulator.errors import MemoryFaultError
+from dualmla.emulator.jit import inlined, njit
 
 BASE = 0x7E5500000000
 PAGE_BITS = 16
@@ -84,12 +84,12 @@ class Memory:
         """A copy of what lies at `address`, whatever its status."""
         nbytes = int(np.prod(shape, dtype=int)) * np.dtype(dtype).itemsize
         place = self._place(address, nbytes)
-        return self._data[place : place + nbytes].view(dtype).reshape(shape).copy()
+        return np.asarray(self._data[place : place + nbytes].view(dtype).reshape(shape).copy())
 
     def written(self, address: int, nbytes: int) -> NDArray[np.bool_]:
         """Which of `nbytes` bytes at `address` have been written."""
         place = self._place(address, nbytes)
-        return self._status[place : place + nbytes] == WRITTEN
+        return np.asarray(self._status[place : place + nbytes] == WRITTEN)
 
     def _place(self, address: int, nbytes: int) -> int:
         page = (address - BASE) >> PAGE_BITS
@@ -108,7 +108,7 @@ class Memory:
             self._data, self._status = data, status
 
 
-@numba.njit(forceinline=True)
+@inlined
 def locate(arena: Any, wave: Any, address: Any) -> Any:
     """Place of `address` in the arena's data, or -1 with the wave's error set."""
     offset = address - BASE
@@ -119,7 +119,7 @@ def locate(arena: Any, wave: Any, address: Any) -> Any:
     return (np.int64(arena.pages[page]) << PAGE_BITS) | (offset & (PAGE - 1))
 
 
-@numba.njit
+@njit
 def load_bytes(arena: Any, wave: Any, group: Any, record: Any, address: Any, size: Any) -> Any:
     """`load`, byte by byte: narrow, misaligned, or with something to report."""
     value, low = np.int64(0), np.int64(WRITTEN)
@@ -138,7 +138,7 @@ def load_bytes(arena: Any, wave: Any, group: Any, record: Any, address: Any, siz
     return value
 
 
-@numba.njit(forceinline=True)
+@inlined
 def load(arena: Any, wave: Any, group: Any, record: Any, address: Any, size: Any) -> Any:
     """The `size`-byte (1, 2 or 4) unsigned value at `address`. Misaligned accesses work, as they do under ROCm."""
     place = locate(arena, wave, address)
@@ -149,7 +149,7 @@ def load(arena: Any, wave: Any, group: Any, record: Any, address: Any, size: Any
     return load_bytes(arena, wave, group, record, address, size)
 
 
-@numba.njit
+@njit
 def store_bytes(arena: Any, wave: Any, group: Any, record: Any, address: Any, size: Any, value: Any) -> Any:
     for k in range(size):
         place = locate(arena, wave, address + k)
@@ -164,14 +164,14 @@ def store_bytes(arena: Any, wave: Any, group: Any, record: Any, address: Any, si
         findings.note(group, findings.MISALIGNED, record, -1, address)
 
 
-@numba.njit(forceinline=True)
+@inlined
 def store(arena: Any, wave: Any, group: Any, record: Any, address: Any, size: Any, value: Any) -> Any:
     """Write the low `size` bytes (1, 2 or 4) of `value`."""
     place = locate(arena, wave, address)
     if place < 0:
         return
     status = arena.status_words[place >> 2]
-    if size == 4 and address & 3 == 0 and (status == 0x02020202 or status == 0x01010101):
+    if size == 4 and address & 3 == 0 and status in (0x02020202, 0x01010101):
         arena.words[place >> 2] = value
         arena.status_words[place >> 2] = 0x02020202
     else:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numba
 import numpy as np
+
+from dualmla.emulator.jit import njit
 
 IEEE, FN, FNUZ = 0, 1, 2
 
@@ -24,7 +25,7 @@ E4M3FNUZ = (4, 3, 8, FNUZ)
 E5M2FNUZ = (5, 2, 16, FNUZ)
 
 
-@numba.njit
+@njit
 def decode(bits: Any, form: Any) -> Any:
     """The float64 a bit pattern of format `form` stands for."""
     exponent_bits, mantissa_bits, bias, kind = form
@@ -43,7 +44,7 @@ def decode(bits: Any, form: Any) -> Any:
     return sign * math.ldexp(float(mantissa + (1 << mantissa_bits)), exponent - bias - mantissa_bits)
 
 
-@numba.njit
+@njit
 def encode(x: Any, form: Any) -> Any:
     """The pattern of `form` nearest to the float `x`, ties to even; what is too large becomes infinity, or NaN where
     the format has none (hardware with MODE.FP16_OVFL = 0)."""

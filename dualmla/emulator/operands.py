@@ -18,7 +18,7 @@ NULL = 127
 SDWA_WHOLE = 6
 
 
-class Refusal(Exception):
+class RefusedError(Exception):
     """Why an instruction cannot be translated."""
 
 
@@ -37,7 +37,7 @@ def constant(code: int, literal: int, *, wide: bool = False) -> int | None:
 
 
 class Encoder:
-    """Fills in one record. Every method raises `Refusal` for what the interpreter would not honour."""
+    """Fills in one record. Every method raises `RefusedError` for what the interpreter would not honour."""
 
     def __init__(self, record: Any, instruction: Instruction, arch: str) -> None:
         self.record, self.instruction, self.arch = record, instruction, arch
@@ -59,7 +59,7 @@ class Encoder:
         if code >= 256:
             first = code - 256 + (256 if accumulator else 0)
             if first + max(registers, 1 + wide) > state.VGPRS:
-                raise Refusal(f"source {k} runs past the last vector register")
+                raise RefusedError(f"source {k} runs past the last vector register")
             self.record["src"][k] = first
         elif code < 128 and code != NULL:
             self.record["src"][k] = state.SGPR + code
@@ -67,10 +67,10 @@ class Encoder:
             self.record["src"][k] = _SPECIAL[code]
         else:
             if double and code == 255:
-                raise Refusal("a 32-bit literal for a float64 operand is not supported")
+                raise RefusedError("a 32-bit literal for a float64 operand is not supported")
             value = constant(code, self.instruction.get("literal"), wide=wide)
             if value is None:
-                raise Refusal(f"operand code {code} is not supported")
+                raise RefusedError(f"operand code {code} is not supported")
             self.record["src"][k], self.record["literal"][k] = state.LITERAL, value
 
     def constant(self, k: int, value: int) -> None:
@@ -81,7 +81,7 @@ class Encoder:
         if code >= 128:
             value = constant(code, 0, wide=True)
             if value is None:
-                raise Refusal(f"operand code {code} is not supported as a lane mask")
+                raise RefusedError(f"operand code {code} is not supported as a lane mask")
             self.record["src"][k], self.record["literal"][k] = state.LITERAL, value
         else:
             self.record["src"][k] = state.SGPR + code
@@ -97,17 +97,17 @@ class Encoder:
         if name == "V_BITOP3_B32":  # its truth table sits where the modifiers do
             return
         if get("omod"):
-            raise Refusal("output modifiers (omod) are not supported")
+            raise RefusedError("output modifiers (omod) are not supported")
         negate, absolute = get("neg"), get("abs")
         for k in range(2):
             negate |= get(f"src{k}_neg") << k
             absolute |= get(f"src{k}_abs") << k
         if (negate or absolute) and not is_float and name != "V_CNDMASK_B32":
-            raise Refusal("sign modifiers on an integer instruction")
+            raise RefusedError("sign modifiers on an integer instruction")
         if get("clmp") and not is_float:
-            raise Refusal("clamp on an integer instruction is not supported")
+            raise RefusedError("clamp on an integer instruction is not supported")
         if get("opsel") & ~(8 if half_result else 0):
-            raise Refusal(f"operand selects {get('opsel'):#x} are not supported")
+            raise RefusedError(f"operand selects {get('opsel'):#x} are not supported")
         self.set(negate=negate, absolute=absolute, clamp=get("clmp"))
         if half_result:
             self.set(dst_select=5 if get("opsel") & 8 else 4, dst_keep=1)
@@ -117,7 +117,7 @@ class Encoder:
         elif encoding.endswith("_DPP16"):
             self.set(dpp=get("dpp"), dpp_zero=get("bc"), dpp_rows=get("row_mask"), dpp_banks=get("bank_mask"))
             if not supported_dpp(get("dpp")):
-                raise Refusal(f"DPP control {get('dpp'):#x} is not supported")
+                raise RefusedError(f"DPP control {get('dpp'):#x} is not supported")
 
     def _sdwa(self) -> None:
         get = self.instruction.get
@@ -126,7 +126,7 @@ class Encoder:
             self.record["select"][1] = SDWA_WHOLE
         if "dst_sel" in self.instruction.fields:
             if get("dst_unused") == 1:
-                raise Refusal("SDWA sign extension of the destination is not supported")
+                raise RefusedError("SDWA sign extension of the destination is not supported")
             self.set(dst_select=get("dst_sel"), dst_keep=int(get("dst_unused") == 2))
 
 

@@ -136,7 +136,9 @@ def _wave() -> np.dtype[np.void]:
     add("v v_f v_i", "u4 f4 i4", (VGPRS, LANES))
     for name in "abcd":  # operands of the instruction being executed; 64-bit ones share the memory
         add(f"{name}_q {name}_d", "i8 f8", (LANES,))
-        fields.extend([(f"{name}{suffix}", form, (LANES,), offset - 8 * LANES) for suffix, form in (("", "u4"), ("_f", "f4"), ("_i", "i4"))])
+        fields.extend(
+            [(f"{name}{suffix}", form, (LANES,), offset - 8 * LANES) for suffix, form in (("", "u4"), ("_f", "f4"), ("_i", "i4"))]
+        )
     add("out_q out_d", "i8 f8", (LANES,))
     fields.extend([(f"out{suffix}", form, (LANES,), offset - 8 * LANES) for suffix, form in (("", "u4"), ("_f", "f4"))])
     add("out_mask", "u1", (LANES,))

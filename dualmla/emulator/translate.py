@@ -18,12 +18,21 @@ from numpy.typing import NDArray
 from dualmla.emulator import matrix, state
 from dualmla.emulator.decoder import Instruction, instructions
 from dualmla.emulator.elf import CodeObject
-from dualmla.emulator.errors import UnsupportedInstructionError
-from dualmla.emulator.operands import Encoder, Refusal
+from dualmla.emulator.operands import Encoder, RefusedError
 from dualmla.emulator.registry import SCALAR, VECTOR
 from dualmla.emulator.translate_memory import encode_flat, encode_lds, encode_mubuf, encode_smem
 
-_NOTHING = ("S_NOP", "S_SETPRIO", "S_SLEEP", "S_ICACHE_INV", "S_DCACHE_INV", "S_DCACHE_WB", "V_NOP", "S_TTRACEDATA", "S_INCPERFLEVEL")
+_NOTHING: tuple[str, ...] = (
+    "S_NOP",
+    "S_SETPRIO",
+    "S_SLEEP",
+    "S_ICACHE_INV",
+    "S_DCACHE_INV",
+    "S_DCACHE_WB",
+    "V_NOP",
+    "S_TTRACEDATA",
+    "S_INCPERFLEVEL",
+)
 _NOTHING += ("S_DECPERFLEVEL", "BUFFER_WBL2", "BUFFER_INV", "BUFFER_GL0_INV")
 _CONDITIONS = {"SCC0": 0, "SCC1": 1, "VCCZ": 2, "VCCNZ": 3, "EXECZ": 4, "EXECNZ": 5}
 BRANCH_ALWAYS = 6
@@ -60,14 +69,14 @@ def encode_listing(code: CodeObject, listing: list[Instruction]) -> Program:
         encoder = Encoder(records[number], instruction, code.arch)
         try:
             encode(encoder, numbers)
-        except Refusal as refusal:
+        except RefusedError as refusal:
             records[number]["kind"] = state.UNSUPPORTED
             unsupported[number] = f"{instruction.address:#x}: {instruction.name} ({instruction.encoding}): {refusal}"
     return Program(code, listing, records, unsupported)
 
 
 def encode(encoder: Encoder, numbers: dict[int, int]) -> None:
-    """Fill in one record. `numbers` maps addresses to record numbers, for branches. Raises `Refusal`."""
+    """Fill in one record. `numbers` maps addresses to record numbers, for branches. Raises `RefusedError`."""
     name, encoding = encoder.instruction.name, encoder.instruction.encoding
     if name in _NOTHING:
         encoder.kind(state.NOTHING)
@@ -79,7 +88,7 @@ def encode(encoder: Encoder, numbers: dict[int, int]) -> None:
             else:
                 encode_format(encoder)
             return
-    raise Refusal("this encoding is not supported")
+    raise RefusedError("this encoding is not supported")
 
 
 def _encode_sopp(encoder: Encoder, numbers: dict[int, int]) -> None:
@@ -97,11 +106,11 @@ def _encode_sopp(encoder: Encoder, numbers: dict[int, int]) -> None:
     elif name == "S_BRANCH" or name.removeprefix("S_CBRANCH_") in _CONDITIONS:
         target = instruction.address + instruction.size + 4 * (immediate - 0x10000 if immediate & 0x8000 else immediate)
         if target not in numbers:
-            raise Refusal(f"branches to {target:#x}, where no instruction starts")
+            raise RefusedError(f"branches to {target:#x}, where no instruction starts")
         encoder.kind(state.BRANCH, op=_CONDITIONS.get(name.removeprefix("S_CBRANCH_"), BRANCH_ALWAYS))
         encoder.set(target=numbers[target])
     else:
-        raise Refusal("not supported")
+        raise RefusedError("not supported")
 
 
 def _encode_scalar(encoder: Encoder) -> None:
@@ -109,21 +118,21 @@ def _encode_scalar(encoder: Encoder) -> None:
     name = instruction.name
     if name == "S_SET_GPR_IDX_ON":
         if instruction["ssrc1"] != 1:
-            raise Refusal(f"index mode {instruction['ssrc1']}: only source 0 can be indexed")
+            raise RefusedError(f"index mode {instruction['ssrc1']}: only source 0 can be indexed")
         encoder.kind(state.GPR_INDEX, op=1)
         encoder.source(0, instruction["ssrc0"])
         return
     if name.endswith("_SAVEEXEC_B64"):
         operation = SCALAR.get(name.replace("_SAVEEXEC", ""))
         if operation is None:
-            raise Refusal("not supported")
+            raise RefusedError("not supported")
         encoder.kind(state.SAVE_EXEC, op=operation.number)
         encoder.source(0, instruction["ssrc0"], wide=True)
         encoder.set(dst=instruction["sdst"])
         return
     semantics = SCALAR.get(name)
     if semantics is None:
-        raise Refusal("not supported")
+        raise RefusedError("not supported")
     encoder.kind(state.SCALAR, op=semantics.number)
     if instruction.encoding.startswith("SOPK"):
         immediate = instruction["simm16"]
@@ -143,30 +152,30 @@ def _encode_matrix(encoder: Encoder) -> None:
     instruction = encoder.instruction
     shape = matrix.SHAPES.get(instruction.name)
     if shape is None:
-        raise Refusal("this matrix instruction is not supported")
+        raise RefusedError("this matrix instruction is not supported")
     if instruction.encoding == "VOP3PX2":
-        raise Refusal("scaled matrix instructions are not supported")
+        raise RefusedError("scaled matrix instructions are not supported")
     if instruction["abid"]:
-        raise Refusal("broadcast of matrix blocks (abid) is not supported")
+        raise RefusedError("broadcast of matrix blocks (abid) is not supported")
     kinds = [shape.left, shape.right]
     if instruction.name.endswith("F8F6F4"):
         for k, code in enumerate((instruction["cbsz"], instruction["blgp"])):
             if code > 1:
-                raise Refusal("6-bit and 4-bit matrix elements are not supported")
+                raise RefusedError("6-bit and 4-bit matrix elements are not supported")
             kinds[k] = ("fp8", "bf8")[code]
     elif instruction["cbsz"] or instruction["blgp"]:
-        raise Refusal("matrix operand modifiers (cbsz, blgp) are not supported")
+        raise RefusedError("matrix operand modifiers (cbsz, blgp) are not supported")
     accumulate = bool(instruction["acc_cd"])
     encoder.kind(state.MATRIX)
     for k in range(2):
         encoder.source(k, instruction[f"src{k}"], registers=shape.registers[k], accumulator=bool(instruction["acc"] >> k & 1))
     encoder.source(2, instruction["src2"], registers=shape.results, accumulator=accumulate)
     if any(state.SGPR <= encoder.record["src"][k] < state.LITERAL for k in range(3)):
-        raise Refusal("scalar registers as matrix operands are not supported")
+        raise RefusedError("scalar registers as matrix operands are not supported")
     encoder.set(dst=instruction["vdst"] - 256 + 256 * accumulate, offset=(shape.dim, shape.per))
     encoder.set(select=tuple(matrix.element(kind, encoder.arch) for kind in kinds))
     if encoder.record["dst"] + shape.results > state.VGPRS:
-        raise Refusal("the result runs past the last vector register")
+        raise RefusedError("the result runs past the last vector register")
 
 
 def _encode_vector(encoder: Encoder) -> None:
@@ -182,7 +191,7 @@ def _encode_vector(encoder: Encoder) -> None:
         return
     semantics = VECTOR.get(f"{name}.{encoder.arch}" if name in _CHIP_SPECIFIC else name)
     if semantics is None:
-        raise Refusal("not supported")
+        raise RefusedError("not supported")
     encoder.kind(state.VECTOR, op=semantics.number)
     operands = _vector_operands(instruction)
     letters = semantics.arguments.replace("l", "")
@@ -260,13 +269,13 @@ def _encode_packed(encoder: Encoder) -> None:
         return
     semantics = VECTOR.get(name) if name in _PACKED else None
     if semantics is None:
-        raise Refusal("not supported")
+        raise RefusedError("not supported")
     encoder.kind(state.VECTOR, op=semantics.number)
     upper = instruction["opsel_hi"] | instruction["opsel_hi2"] << 2
     for k in range(len(semantics.arguments)):
         encoder.source(k, instruction[f"src{k}"], registers=2)
     if instruction["clmp"]:
-        raise Refusal("clamp is not supported on packed instructions")
+        raise RefusedError("clamp is not supported on packed instructions")
     encoder.set(high=instruction["opsel"] | upper << 4, dst=instruction["vdst"] - 256, dst_width=2)
     if name != "V_PK_MOV_B32":
         encoder.set(passes=2, dst_width=1, negate=instruction["neg"], negate_high=instruction["neg_hi"])

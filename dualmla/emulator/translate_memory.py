@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dualmla.emulator import state
-from dualmla.emulator.operands import NULL, Encoder, Refusal, signed
+from dualmla.emulator.operands import NULL, Encoder, RefusedError, signed
 
 _DWORDS = {"DWORD": 1, "DWORDX2": 2, "DWORDX3": 3, "DWORDX4": 4, "DWORDX8": 8, "DWORDX16": 16}
 _PARTS = {"UBYTE": (1, 0), "SBYTE": (1, 1), "USHORT": (2, 0), "SSHORT": (2, 1), "BYTE": (1, 0), "SHORT": (2, 0)}
@@ -21,7 +21,7 @@ def encode_smem(encoder: Encoder) -> None:
     instruction = encoder.instruction
     operation, _, width = instruction.name.rpartition("_")
     if operation not in ("S_LOAD", "S_BUFFER_LOAD") or width not in _DWORDS:
-        raise Refusal("not supported")
+        raise RefusedError("not supported")
     encoder.kind(state.SCALAR_LOAD)
     encoder.set(dst=instruction["sdata"], count=_DWORDS[width], flags=state.F_BUFFER if operation == "S_BUFFER_LOAD" else 0)
     encoder.source(0, instruction["sbase"], wide=True)
@@ -44,7 +44,7 @@ def _memory_width(encoder: Encoder, width: str) -> None:
     elif stem in _PARTS:
         encoder.set(count=1, size=_PARTS[stem][0], signed=_PARTS[stem][1])
     else:
-        raise Refusal("this access width is not supported")
+        raise RefusedError("this access width is not supported")
     encoder.record["flags"] |= (state.F_HIGH_HALF if half else 0) | (state.F_KEEP_HALF if keep else 0)
 
 
@@ -53,9 +53,9 @@ def encode_mubuf(encoder: Encoder) -> None:
     name = instruction.name
     operation = next((o for o in ("BUFFER_LOAD_", "BUFFER_STORE_") if name.startswith(o)), None)
     if operation is None or "FORMAT" in name:
-        raise Refusal("not supported")
+        raise RefusedError("not supported")
     if instruction["idxen"]:
-        raise Refusal("indexed buffer addressing (idxen) is not supported")
+        raise RefusedError("indexed buffer addressing (idxen) is not supported")
     store = operation == "BUFFER_STORE_"
     encoder.kind(state.GLOBAL)
     encoder.set(flags=state.F_BUFFER | state.F_STORE * store | state.F_OFFEN * instruction["offen"] | state.F_TO_LDS * instruction["lds"])
@@ -75,7 +75,7 @@ def encode_flat(encoder: Encoder) -> None:
     to_lds = stem.startswith("LOAD_LDS_")
     operation = "LOAD_LDS_" if to_lds else "LOAD_" if stem.startswith("LOAD_") else "STORE_"
     if not stem.startswith(operation):
-        raise Refusal("not supported")
+        raise RefusedError("not supported")
     encoder.kind(state.GLOBAL)
     scalar = name.startswith("GLOBAL") and instruction["saddr"] != NULL
     encoder.set(flags=state.F_STORE * (operation == "STORE_") | state.F_TO_LDS * to_lds | state.F_SADDR * scalar)
@@ -96,14 +96,14 @@ def _vector_data(encoder: Encoder, code: int, store: bool) -> None:
         encoder.source(3, code, registers=count, accumulator=accumulator)
     encoder.set(dst=code - 256 + 256 * accumulator)
     if encoder.record["dst"] + count > state.VGPRS:
-        raise Refusal("the data runs past the last vector register")
+        raise RefusedError("the data runs past the last vector register")
 
 
 def encode_lds(encoder: Encoder) -> None:
     instruction = encoder.instruction
     name = instruction.name
     if instruction["gds"]:
-        raise Refusal("global data share is not supported")
+        raise RefusedError("global data share is not supported")
     accumulator = bool(instruction["acc"])
     offset = instruction["offset0"] | instruction["offset1"] << 8
     encoder.source(0, instruction["addr"])
@@ -121,7 +121,7 @@ def encode_lds(encoder: Encoder) -> None:
     width = parts[2] if len(parts) > 2 else ""
     operation = parts[1]
     if width not in _LDS_SIZES or operation not in ("READ", "READ2", "READ2ST64", "WRITE", "WRITE2", "WRITE2ST64"):
-        raise Refusal("not supported")
+        raise RefusedError("not supported")
     count, size, sign = _LDS_SIZES[width]
     encoder.kind(state.LDS_READ if operation.startswith("READ") else state.LDS_WRITE)
     encoder.set(count=count, size=size, signed=sign, flags=state.F_HIGH_HALF * high | state.F_KEEP_HALF * keep)
@@ -133,4 +133,4 @@ def encode_lds(encoder: Encoder) -> None:
         if operation.startswith("WRITE"):
             encoder.source(2, instruction["data1"], registers=count, accumulator=accumulator)
     if encoder.record["dst"] + count * encoder.record["passes"] > state.VGPRS:
-        raise Refusal("the result runs past the last vector register")
+        raise RefusedError("the result runs past the last vector register")

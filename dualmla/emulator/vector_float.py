@@ -10,18 +10,18 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numba
 import numpy as np
 from numba.core import types
 from numba.extending import intrinsic
 
+from dualmla.emulator.jit import njit
 from dualmla.emulator.minifloat import BF16, E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, F16, decode, encode
 from dualmla.emulator.registry import vector
 
 f32 = np.float32
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic  # type: ignore[untyped-decorator]
 def fma(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c rounded once, as LLVM's `fma` (float32 or float64, all three alike)."""
     if not (a == b == c and a in (types.float32, types.float64)):
@@ -33,24 +33,24 @@ def fma(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
     return a(a, b, c), generate
 
 
-@numba.njit
+@njit
 def bits(x: Any) -> Any:
     """The 32-bit pattern of a float32."""
     return np.int64(f32(x).view(np.uint32))
 
 
-@numba.njit
+@njit
 def exponent(x: Any) -> Any:
     """The biased exponent field of a float32."""
     return bits(x) >> 23 & 255
 
 
-@numba.njit
+@njit
 def is_denormal(x: Any) -> Any:
     return x != 0 and abs(x) < 2.0**-126
 
 
-@numba.njit
+@njit
 def quiet_max(a: Any, b: Any) -> Any:
     """IEEE maxNum: the number beats the NaN, +0 beats -0."""
     if math.isnan(a):
@@ -60,7 +60,7 @@ def quiet_max(a: Any, b: Any) -> Any:
     return a + b if a == 0 and b == 0 else max(a, b)
 
 
-@numba.njit
+@njit
 def quiet_min(a: Any, b: Any) -> Any:
     """IEEE minNum: the number beats the NaN, -0 beats +0."""
     if math.isnan(a):
@@ -191,7 +191,7 @@ def scale_by_power_of_2(a: Any, power: Any) -> Any:
 
 
 @vector("f f f -> f m", "V_DIV_SCALE_F32")
-def divide_scale(a: Any, denominator: Any, numerator: Any) -> Any:
+def divide_scale(a: Any, denominator: Any, numerator: Any) -> Any:  # noqa: PLR0911 - the cases of AMD's pseudocode
     """Bring the operand `a` (numerator or denominator) into the range where Newton's steps of a division are exact;
     the mask bit tells `V_DIV_FMAS_F32` to undo it."""
     up, down = math.ldexp(np.float64(a), 64), math.ldexp(np.float64(a), -64)

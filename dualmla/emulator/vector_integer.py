@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
-
+from dualmla.emulator.jit import njit
 from dualmla.emulator.registry import vector
 
 
@@ -318,7 +317,7 @@ def median3(a: Any, b: Any, c: Any) -> Any:
     return max(min(a, b), min(max(a, b), c))
 
 
-@numba.njit
+@njit
 def picked_byte(a: Any, b: Any, code: Any) -> Any:
     """Byte `code` of `a:b` (b holds bytes 0-3), a word's sign (8-11), 0 (12) or 0xFF (13 and up)."""
     byte = (a if code & 4 else b) >> (8 * (code & 3)) & 255

@@ -67,7 +67,14 @@ def attend(q: NDArray[np.float64], keys: NDArray[np.float64], scale: float) -> t
 
 
 def latent(
-    kv_lens: Sequence[int], *, heads: int = 16, query_lens: Sequence[int] | int = 1, seed: int = 0, q_bytes: int = 2, kv_bytes: int = 2, arch: str = "gfx942"
+    kv_lens: Sequence[int],
+    *,
+    heads: int = 16,
+    query_lens: Sequence[int] | int = 1,
+    seed: int = 0,
+    q_bytes: int = 2,
+    kv_bytes: int = 2,
+    arch: str = "gfx942",
 ) -> Latent:
     """A problem of `len(kv_lens)` sequences. Row 0 of the cache belongs to nobody; its contents are ordinary numbers."""
     rng = np.random.default_rng(seed)

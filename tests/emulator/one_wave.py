@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from dualmla.emulator import launch, state
+from dualmla.emulator import launch as launching
+from dualmla.emulator import state
 from dualmla.emulator.decoder import Instruction
 from dualmla.emulator.elf import CodeObject, KernelDescriptor
 from dualmla.emulator.interpreter import compile_interpreter
@@ -28,7 +29,9 @@ def vop3(name: str, dst: int, *sources: int, encoding: str = "VOP3", **fields: i
     return Instruction(0, 8, name, encoding, {**DEFAULTS, "vdst": dst, **operands, **fields})
 
 
-def code_object(listing: Sequence[Instruction], arch: str = "gfx942", lds_bytes: int = 4096, **descriptor: Any) -> tuple[CodeObject, Program]:
+def code_object(
+    listing: Sequence[Instruction], arch: str = "gfx942", lds_bytes: int = 4096, **descriptor: Any
+) -> tuple[CodeObject, Program]:
     """The instructions, an `s_endpgm` after them, as if they had been loaded; addresses are 8 apart."""
     empty = KernelDescriptor(0, lds_bytes, 0, 0, 2, (True, False, False), 0, 0)
     code = CodeObject("test", "test", arch, b"", (0, 0), replace(empty, **descriptor))
@@ -52,10 +55,10 @@ def run(
 
     Raises what a launch would raise.
     """
-    code, program = code_object(listing, arch, lds_bytes)
+    _, program = code_object(listing, arch, lds_bytes)
     device, mode = device or Device(arch), mode or Mode()
-    group, waves, records = launch.new_group(arch, mode, lds_bytes), np.zeros(1, state.WAVE), program.records.copy()
-    launch.reset(waves, group, program, 64, (0, 0, 0), 0)
+    group, waves, records = launching.new_group(arch, mode, lds_bytes), np.zeros(1, state.WAVE), program.records.copy()
+    launching.reset(waves, group, program, 64, (0, 0, 0), 0)
     wave = waves[0]
     for register, value in (v or {}).items():
         wave["v"][register] = np.broadcast_to(np.asarray(value), (64,)).astype(np.asarray(value).dtype).view(np.uint32)
@@ -65,8 +68,14 @@ def run(
     compiled, arithmetic = compile_interpreter()
     stopped = compiled(waves, group, records, device.memory.arena(), arithmetic, np.zeros(1, np.int64), np.int64(mode.turn or 1 << 62))
     if stopped >= 0:
-        raise launch.error_of(program, wave, (0, 0, 0))
-    return Finished(wave, group[0], Report(program, records["executed"].copy(), launch.findings_of(program, group[0]), 0.0))
+        raise launching.error_of(program, wave, (0, 0, 0))
+    return Finished(wave, group[0], Report(program, records["executed"].copy(), launching.findings_of(program, group[0]), 0.0))
+
+
+def launch(listing: Sequence[Instruction], *, block: int, mode: Mode, arch: str = "gfx942", device: Device | None = None) -> Report:
+    """Launch the instructions as one workgroup of `block` threads; v0 holds the thread's number."""
+    code, program = code_object(listing, arch)
+    return (device or Device(arch)).launch(code, grid=(1, 1, 1), block=block, kernarg=bytes(8), mode=mode, program=program)
 
 
 class Finished:

@@ -36,8 +36,8 @@ def test_inactive_lanes_of_a_comparison_are_zero():
 def test_signs(neg, absolute):
     operands = []
     for k, value in enumerate((X, Y, X * Y)):
-        value = np.abs(value) if absolute >> k & 1 else value
-        operands.append(-value if neg >> k & 1 else value)
+        magnitude = np.abs(value) if absolute >> k & 1 else value
+        operands.append(-magnitude if neg >> k & 1 else magnitude)
     end = run([vop3("V_MAX3_F32", V + 20, V, V + 1, V + 2, neg=neg, abs=absolute)], v={0: X, 1: Y, 2: X * Y})
     assert (end.f(20) == np.maximum(np.maximum(*operands[:2]), operands[2])).all()
 
@@ -74,7 +74,11 @@ def test_fma_with_a_literal():
 def test_fmac_adds_to_its_destination():
     end = run([vop2("V_FMAC_F32")], v={0: X, 1: Y, 20: np.float32(3)})
     assert (end.f(20) == (X.astype(np.float64) * Y + 3).astype(np.float32)).all()
-    double = {k: v for r, x in ((0, X), (2, Y), (20, X)) for k, v in zip((r, r + 1), x.astype(np.float64).view(np.uint32).reshape(64, 2).T, strict=True)}
+    double = {
+        k: v
+        for r, x in ((0, X), (2, Y), (20, X))
+        for k, v in zip((r, r + 1), x.astype(np.float64).view(np.uint32).reshape(64, 2).T, strict=True)
+    }
     end = run([vop3("V_FMAC_F64", V + 20, V, V + 2)], v=double)
     got = np.stack([end.v(20), end.v(21)], 1).copy().view(np.float64)[:, 0]
     assert np.allclose(got, X.astype(np.float64) * Y.astype(np.float64) + X, rtol=1e-15, atol=0)
@@ -82,7 +86,9 @@ def test_fmac_adds_to_its_destination():
 
 @pytest.mark.parametrize("table", [0x00, 0xFF, 0x96, 0xE8, 0xCA, 0x1B, 0x80, 0x01])
 def test_bitop3(table):
-    end = run([vop3("V_BITOP3_B32", V + 20, V, V + 1, V + 2, omod=table >> 6, abs=table >> 3 & 7, neg=table & 7)], v={0: A, 1: B, 2: ~A + B})
+    end = run(
+        [vop3("V_BITOP3_B32", V + 20, V, V + 1, V + 2, omod=table >> 6, abs=table >> 3 & 7, neg=table & 7)], v={0: A, 1: B, 2: ~A + B}
+    )
     for lane in range(64):
         a, b, c = int(A[lane]), int(B[lane]), int((~A + B)[lane])
         expected = sum((table >> (4 * (a >> i & 1) + 2 * (b >> i & 1) + (c >> i & 1)) & 1) << i for i in range(32))
@@ -101,7 +107,9 @@ def test_mbcnt_counts_the_mask_bits_below_each_lane():
 @pytest.mark.parametrize("neg", [0, 1, 2])
 def test_packed_float_halves(opsel, opsel_hi, neg):
     registers = {0: X, 1: Y, 2: X * 2, 3: Y + 1}
-    multiply = vop3("V_PK_MUL_F32", V + 20, V, V + 2, encoding="VOP3P", opsel=opsel, opsel_hi=opsel_hi, opsel_hi2=1, neg=neg, neg_hi=3 - neg)
+    multiply = vop3(
+        "V_PK_MUL_F32", V + 20, V, V + 2, encoding="VOP3P", opsel=opsel, opsel_hi=opsel_hi, opsel_hi2=1, neg=neg, neg_hi=3 - neg
+    )
     end = run([multiply], v=registers)
     for half, (select, sign) in enumerate(((opsel, neg), (opsel_hi, 3 - neg))):
         a, b = registers[select & 1], registers[2 + (select >> 1 & 1)]
@@ -164,7 +172,9 @@ def test_sdwa_destination_selects(select, unused):
 
 
 def test_sdwa_comparison_and_scalar_source():
-    compare = Instruction(0, 8, "V_CMP_EQ_U32", "VOPC_SDWA_SDST", {**SDWA, "vsrc0": 4, "s0": 1, "vsrc1": 1, "sdst": 40, "sd": 1, "src1_sel": 4})
+    compare = Instruction(
+        0, 8, "V_CMP_EQ_U32", "VOPC_SDWA_SDST", {**SDWA, "vsrc0": 4, "s0": 1, "vsrc1": 1, "sdst": 40, "sd": 1, "src1_sel": 4}
+    )
     del compare.fields["dst_sel"]
     end = run([compare], v={1: B}, s={4: int(B[9]) & 0xFFFF})
     assert end.s64(40) == sum(int(B[lane] & 0xFFFF == B[9] & 0xFFFF) << lane for lane in range(64))

@@ -141,7 +141,9 @@ def test_scalar_instruction(name):
                 assert end.s(destination) == result & M32, (values, scc)
 
 
-@pytest.mark.parametrize(("code", "value"), [(128, 0), (129, 1), (192, 64), (193, M32), (208, M32 - 15), (240, 0x3F000000), (247, 0xC0800000)])
+@pytest.mark.parametrize(
+    ("code", "value"), [(128, 0), (129, 1), (192, 64), (193, M32), (208, M32 - 15), (240, 0x3F000000), (247, 0xC0800000)]
+)
 def test_inline_constants(code, value):
     assert run([sop("S_MOV_B32", code)]).s(20) == value
 
@@ -185,7 +187,10 @@ def branch(name: str, simm16: int) -> Instruction:
 )
 def test_branch(name, setup, jumps):
     """The branch skips the move after it (instructions lie 8 bytes apart)."""
-    end = run([branch(name, 2), sop("S_MOV_B32", 129), sop("S_MOV_B32", 130, dst=21)], **{"s": {20: 0}, **setup} if "s" not in setup else {**setup, "s": {20: 0, **setup["s"]}})
+    end = run(
+        [branch(name, 2), sop("S_MOV_B32", 129), sop("S_MOV_B32", 130, dst=21)],
+        **{"s": {20: 0}, **setup} if "s" not in setup else {**setup, "s": {20: 0, **setup["s"]}},
+    )
     assert end.s(20) == (0 if jumps else 1)
     assert end.s(21) == 2
 

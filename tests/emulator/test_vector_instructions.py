@@ -16,8 +16,41 @@ from dualmla.emulator.registry import VECTOR
 M32, M64 = (1 << 32) - 1, (1 << 64) - 1
 INTS = [0, 1, 2, 5, 31, 32, 33, 63, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 0x10000, 0x7FFFFF, 0x800000, 0xFFFFFF, 0x12345678]
 INTS += [0x3C003C00, 0x7FFFFFFF, 0x80000000, 0x80000001, 0xABCDEF01, 0xDEADBEEF, 0xFFFF0000, 0xFFFFFFFE, 0xFFFFFFFF]
-FLOATS = [0.0, -0.0, 1.0, -1.0, 0.5, 1.5, 2.5, -2.5, 3.1415927, 1e-3, 65504.0, 65520.0, 447.9, 464.0, 240.0, 248.1, 1e-8, 1e-40, 1e30, -1e38]
-FLOATS += [math.inf, -math.inf, math.nan, 4294967040.0, 4294967296.0, 2147483648.0, -2147483648.0, 0.001953125, 0.0009765625, 1.0009765625, 7.0]
+FLOATS = [
+    0.0,
+    -0.0,
+    1.0,
+    -1.0,
+    0.5,
+    1.5,
+    2.5,
+    -2.5,
+    3.1415927,
+    1e-3,
+    65504.0,
+    65520.0,
+    447.9,
+    464.0,
+    240.0,
+    248.1,
+    1e-8,
+    1e-40,
+    1e30,
+    -1e38,
+]
+FLOATS += [
+    math.inf,
+    -math.inf,
+    math.nan,
+    4294967040.0,
+    4294967296.0,
+    2147483648.0,
+    -2147483648.0,
+    0.001953125,
+    0.0009765625,
+    1.0009765625,
+    7.0,
+]
 LONGS = [0, 1, M32, 1 << 32, (1 << 63) - 1, 1 << 63, M64, 0x123456789ABCDEF0, 0xFEDCBA9876543210, 1 << 31]
 DOUBLES = [0.0, 1.0, -2.5, 1e300, -1e-300, math.inf, math.nan, 3.25]
 MASK = 0x5555_AAAA_F0F0_3C3C
@@ -152,7 +185,7 @@ def divide(quotient, denominator, numerator):
     return math.copysign(abs(quotient), exact)
 
 
-def div_scale(a, denominator, numerator):
+def div_scale(a, denominator, numerator):  # noqa: PLR0911 - the cases of the pseudocode
     """AMD's pseudocode, with `frexp` for the exponent field."""
 
     def exponent(x):
@@ -299,7 +332,7 @@ EXPECTED = {
     "V_DIV_SCALE_F32": div_scale,
     "V_DIV_FMAS_F32": lambda a, b, c, m: np.float32(np.float64(fma(a, b, c)) * (2.0**32 if m else 1)),
     "V_DIV_FIXUP_F32": divide,
-    "V_CVT_F32_U32": lambda a: np.float32(a),
+    "V_CVT_F32_U32": np.float32,
     "V_CVT_F32_I32": lambda a: np.float32(i32(a)),
     "V_CVT_F32_UBYTE0": lambda a: np.float32(a & 255),
     "V_CVT_U32_F32": saturating(0, M32),
@@ -327,8 +360,10 @@ EXPECTED = {
 }
 EXPECTED |= {f"V_CMP_{op}_F32": f for op, f in compare.items() if op != "NE"}
 EXPECTED |= {f"V_CMP_{op}_{t}": f for op, f in compare.items() if op != "NEQ" for t in ("U32", "U64")}
-EXPECTED |= {f"V_CMP_{op}_I32": (lambda f: lambda a, b: f(i32(a), i32(b)))(f) for op, f in compare.items() if op != "NEQ"}
-EXPECTED |= {f"V_CMP_{op}_I64": (lambda f: lambda a, b: f(i64(a), i64(b)))(f) for op, f in compare.items() if op != "NEQ"}
+for op, f in compare.items():
+    if op != "NEQ":
+        EXPECTED[f"V_CMP_{op}_I32"] = lambda a, b, f=f: f(i32(a), i32(b))
+        EXPECTED[f"V_CMP_{op}_I64"] = lambda a, b, f=f: f(i64(a), i64(b))
 
 ELSEWHERE = {
     "V_BITOP3_B32": "test_modifiers",
@@ -371,7 +406,7 @@ def register_values(letter: str, values: list) -> list[np.ndarray]:
     return [np.array(values, np.uint32)]
 
 
-def instruction(name: str, letters: str, results: str):
+def instruction(name: str, letters: str, results: str):  # noqa: PLR0911 - one an encoding
     sources = [V + 2 * k for k in range(len(letters.replace("m", "")))]
     if name == "V_ACCVGPR_READ":
         return vop3(name, V + 20, V, encoding="VOP3P")
