@@ -43,27 +43,43 @@ class Latent:
     def keys(self, sequence: int) -> NDArray[np.float64]:
         return self.kv64[self.kv_indices[self.kv_indptr[sequence] : self.kv_indptr[sequence + 1]]]
 
-    def reference(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """out [T, H, 512] and lse [T, H] in float64; a row without keys gives 0 and -inf."""
-        out = np.zeros((*self.q64.shape[:2], 512))
-        lse = np.full(self.q64.shape[:2], -np.inf)
+    def reference(self) -> Reference:
+        """In float64; a row without keys gives 0, -inf and 0."""
+        shape = (*self.q64.shape[:2], 512)
+        result = Reference(np.zeros(shape), np.full(shape[:2], -np.inf), np.zeros(shape))
         for sequence, length in enumerate(self.query_lens):
             keys = self.keys(sequence)
             for j in range(length):
-                row = self.qo_indptr[sequence] + j
-                seen = len(keys) - length + 1 + j
+                row, seen = self.qo_indptr[sequence] + j, len(keys) - length + 1 + j
                 if seen > 0:
-                    out[row], lse[row] = attend(self.q64[row], keys[:seen], self.softmax_scale)
-        return out, lse
+                    result.out[row], result.lse[row], result.magnitude[row] = attend(self.q64[row], keys[:seen], self.softmax_scale)
+        return result
 
 
-def attend(q: NDArray[np.float64], keys: NDArray[np.float64], scale: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """q [H, 576] over keys [n, 576]: out [H, 512], lse [H]."""
+@dataclass
+class Reference:
+    """`magnitude` is sum(P |v|): what an error of P by a factor 1 + e can move the output by, over e."""
+
+    out: NDArray[np.float64]
+    lse: NDArray[np.float64]
+    magnitude: NDArray[np.float64]
+
+    def budget(self, p_bits: int, *, bf16_result: bool) -> NDArray[np.float64]:
+        """The error each output element may have when P is rounded to `p_bits` explicit mantissa bits (7 for bf16, 3 for
+        fp8) while the denominator is not, the sums are float32, and the result is rounded to bf16 or not. fp8 also rounds
+        what lies below 2**-6 of the row's maximum to a multiple of 2**-10, no more than a tenth of the budget here."""
+        budget = self.magnitude * 2.0 ** -(p_bits + 1) * (1.1 if p_bits == 3 else 1.0) + 1e-6
+        return budget + np.abs(self.out) * 2.0**-8 if bf16_result else budget
+
+
+def attend(q: NDArray[np.float64], keys: NDArray[np.float64], scale: float) -> tuple[NDArray[np.float64], ...]:
+    """q [H, 576] over keys [n, 576]: out [H, 512], lse [H], magnitude [H, 512]."""
     scores = q @ keys.T * scale
     top = scores.max(-1, keepdims=True)
     weights = np.exp(scores - top)
     total = weights.sum(-1, keepdims=True)
-    return weights @ keys[:, :512] / total, (top + np.log(total))[:, 0]
+    values = keys[:, :512]
+    return weights @ values / total, (top + np.log(total))[:, 0], weights @ np.abs(values) / total
 
 
 def latent(
