@@ -226,3 +226,71 @@ def persistent_decode(
     report = device.launch(code, grid=(len(works), 1, 1), block=BLOCK, kernarg=kernarg, mode=mode)
     result = np.where(out.written(), from_bf16(out.numpy()), np.float32(np.nan))
     return Decoded(partial_out.numpy(), partial_lse.numpy(), partial_lse.written(), result, report)
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """Results of a varlen prefill launch; what was not written keeps NaN."""
+
+    out: NDArray[np.float32]
+    """[T, H, 128], bf16 values."""
+    lse: NDArray[np.float32]
+    """[H, T]"""
+    report: Report
+
+
+def varlen_prefill(
+    device: Device,
+    code: CodeObject,
+    *,
+    q: NDArray[np.uint16],
+    k: NDArray[np.uint16],
+    v: NDArray[np.uint16],
+    cu_seqlens_q: Sequence[int],
+    cu_seqlens_k: Sequence[int],
+    softmax_scale: float,
+    causal: bool,
+    fields: Mapping[str, int | float] | None = None,
+    grid: tuple[int, int, int] | None = None,
+    mode: Mode | None = None,
+) -> Prefilled:
+    """AITER's `fmha_v3_fwd` group kernels (gfx950): q [T, H, 192], k [Tk, Hk, 192], v [Tk, Hk, 128], bf16, dense.
+
+    `fields` and `grid` override single arguments and the launch grid.
+    """
+    tokens, heads, width = q.shape
+    kv_heads, v_width = v.shape[1:]
+    out = device.empty((tokens, heads, v_width), np.uint16)
+    lse = device.empty((heads, tokens), np.float32)
+    starts_q = device.put(np.asarray(cu_seqlens_q, np.int32)).address
+    starts_k = device.put(np.asarray(cu_seqlens_k, np.int32)).address
+    values: dict[str, int | float] = {name: 0 for name, _ in kernargs.PREFILL}
+    values |= {
+        "out": out.address,
+        "q": device.put(q).address,
+        "k": device.put(k).address,
+        "v": device.put(v).address,
+        "lse": lse.address,
+        "softmax_scale": softmax_scale,
+        "q_row_stride": heads * width * 2,
+        "q_tile_stride": 128 * heads * width * 2,
+        "q_head_stride": width * 2,
+        "gqa_ratio": heads // kv_heads,
+        "k_row_stride": kv_heads * width * 2,
+        "k_head_stride": width * 2,
+        "store_lse": 1,
+        "v_row_stride": kv_heads * v_width * 2,
+        "v_head_stride": v_width * 2,
+        "out_row_stride": heads * v_width * 2,
+        "out_head_stride": v_width * 2,
+        "cu_seqlens_q": starts_q,
+        "cu_seqlens_k": starts_k,
+        "lse_head_stride": tokens * 4,
+        "q_starts": starts_q,
+        "k_starts": starts_k,
+    }
+    values |= fields or {}
+    tiles = -(-max(b - a for a, b in pairwise(cu_seqlens_q)) // 128)
+    grid = grid or (heads, len(cu_seqlens_q) - 1, -(-tiles // 2) if causal else tiles)
+    report = device.launch(code, grid=grid, block=BLOCK, kernarg=kernargs.pack_slots(kernargs.PREFILL, values), mode=mode)
+    return Prefilled(np.where(out.written(), from_bf16(out.numpy()), np.float32(np.nan)), lse.numpy(), report)

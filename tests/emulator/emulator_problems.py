@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -38,7 +39,7 @@ class Latent:
 
     @property
     def query_lens(self) -> list[int]:
-        return [b - a for a, b in zip(self.qo_indptr, self.qo_indptr[1:], strict=False)]
+        return [b - a for a, b in pairwise(self.qo_indptr)]
 
     def keys(self, sequence: int) -> NDArray[np.float64]:
         return self.kv64[self.kv_indices[self.kv_indptr[sequence] : self.kv_indptr[sequence + 1]]]
@@ -100,3 +101,46 @@ def latent(
     kv, kv64 = quantised(rng.standard_normal((total + 8, 576), np.float32), kv_bytes, arch)
     pages = (rng.permutation(total + 7)[:total] + 1).astype(np.int32)
     return Latent(q, q64, kv, kv64, [0, *np.cumsum(lengths).tolist()], [0, *np.cumsum(kv_lens).tolist()], pages, 576**-0.5)
+
+
+@dataclass
+class Ragged:
+    """Varlen prefill: q [T, H, 192], k [Tk, Hk, 192], v [Tk, Hk, 128] as bf16 bits."""
+
+    q: NDArray[np.uint16]
+    k: NDArray[np.uint16]
+    v: NDArray[np.uint16]
+    cu_q: list[int]
+    cu_k: list[int]
+    softmax_scale: float
+
+    def reference(self, causal: bool) -> Reference:
+        """Causal is bottom-right. out [T, H, 128], lse [T, H]; a row without keys gives 0, -inf and 0."""
+        q, k, v = (from_bf16(x).astype(np.float64) for x in (self.q, self.k, self.v))
+        shape = (*q.shape[:2], 128)
+        result = Reference(np.zeros(shape), np.full(shape[:2], -np.inf), np.zeros(shape))
+        group = q.shape[1] // k.shape[1]
+        for (q0, q1), (k0, k1) in zip(pairwise(self.cu_q), pairwise(self.cu_k), strict=True):
+            for row in range(q0, q1):
+                seen = k1 - k0 - (q1 - 1 - row) if causal else k1 - k0
+                if seen <= 0:
+                    continue
+                for head in range(q.shape[1]):
+                    scores = k[k0 : k0 + seen, head // group] @ q[row, head] * self.softmax_scale
+                    top = scores.max()
+                    weights = np.exp(scores - top)
+                    values, total = v[k0 : k0 + seen, head // group], weights.sum()
+                    result.out[row, head], result.magnitude[row, head] = weights @ values / total, weights @ np.abs(values) / total
+                    result.lse[row, head] = top + np.log(total)
+        return result
+
+
+def ragged(q_lens: Sequence[int], k_lens: Sequence[int], heads: int, *, kv_heads: int | None = None, seed: int = 0) -> Ragged:
+    rng = np.random.default_rng(seed)
+
+    def bits(rows: int, groups: int, width: int) -> NDArray[np.uint16]:
+        return to_bf16(rng.standard_normal((rows, groups, width), np.float32))
+
+    cu_q, cu_k = [0, *np.cumsum(q_lens).tolist()], [0, *np.cumsum(k_lens).tolist()]
+    q, k = bits(cu_q[-1], heads, 192), bits(cu_k[-1], kv_heads or heads, 192)
+    return Ragged(q, k, bits(cu_k[-1], kv_heads or heads, 128), cu_q, cu_k, 192**-0.5)

@@ -21,6 +21,9 @@ from dualmla.emulator.aiter_objects import ABSORBED_PREFILL, DECODE, KERNELS, PE
 MQA16 = "mla_dec_stage1_bf16_a16w16_subQ16_mqa16"
 LSE = 1e-5
 
+ONE_SPLIT_ONLY = ("gfx950", "mla_a8w8_qh16_qseqlen4_gqaratio16")
+"""Its partials are misplaced with more: docs/aiter-findings.md, number 15."""
+
 INTERLEAVED = Mode(turn=4)
 """Near lockstep. The fp8 kernels of 16 heads need it: see docs/aiter-findings.md, number 7."""
 
@@ -120,7 +123,7 @@ def check_results(got, p, kernel):
 def test_decode_kernel(hsa, arch, name):
     kernel = KERNELS[name]
     kv_lens = {1: [1, 64, 130], 2: [200, 333]}
-    for query_len, splits in itertools.product(kernel.query_lens, (1, 2)):
+    for query_len, splits in itertools.product(kernel.query_lens, (1,) if (arch, name) == ONE_SPLIT_ONLY else (1, 2)):
         lengths = [max(n, query_len) for n in kv_lens[splits]]
         p = latent(lengths, heads=kernel.heads, query_lens=query_len, q_bytes=kernel.q_bytes, kv_bytes=kernel.kv_bytes, arch=arch, seed=splits)
         got = run_decode(hsa, arch, name, p, query_len=query_len, splits=splits, mode=INTERLEAVED)
