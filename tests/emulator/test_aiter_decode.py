@@ -122,7 +122,7 @@ def check_results(got, p, kernel):
 @pytest.mark.parametrize(("arch", "name"), cases(DECODE))
 def test_decode_kernel(hsa, arch, name):
     kernel = KERNELS[name]
-    kv_lens = {1: [1, 64, 130], 2: [200, 333]}
+    kv_lens = {1: [1, 64, 132], 2: [200, 333]}
     for query_len, splits in itertools.product(kernel.query_lens, (1,) if (arch, name) == ONE_SPLIT_ONLY else (1, 2)):
         lengths = [max(n, query_len) for n in kv_lens[splits]]
         p = latent(lengths, heads=kernel.heads, query_lens=query_len, q_bytes=kernel.q_bytes, kv_bytes=kernel.kv_bytes, arch=arch, seed=splits)
