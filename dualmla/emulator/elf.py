@@ -31,7 +31,11 @@ _USER_SGPRS += (("flat scratch init", 2), ("private segment size", 1))
 
 @dataclass(frozen=True)
 class KernelDescriptor:
-    """What the hardware is told at launch. Sizes in bytes; `entry` is an address inside the image."""
+    """What the hardware is told at launch. Sizes in bytes; `entry` is an address inside the image.
+
+    Preloading of arguments into scalar registers, where a kernel asks for it, is not honoured, as on old firmware: such
+    kernels begin with code that loads them, which preloading hardware would skip.
+    """
 
     entry: int
     lds_bytes: int
@@ -40,9 +44,8 @@ class KernelDescriptor:
     user_sgprs: int
     workgroup_id: tuple[bool, bool, bool]
     kernarg_sgpr: int
-    """Scalar register pair holding the address of the kernel arguments."""
-    kernarg_preload: int
-    """Dwords of arguments the hardware loads into scalar registers before the first instruction."""
+    """Scalar register pair holding the address of the kernel arguments. The other pointers a kernel can ask for (dispatch
+    packet, queue, scratch) are not provided: their registers keep the poison pattern, and following it stops the run."""
 
 
 @dataclass(frozen=True)
@@ -123,14 +126,12 @@ def _symbols(data: bytes) -> dict[str, int]:
 
 def _descriptor(image: bytes, address: int) -> KernelDescriptor:
     lds, scratch, kernarg, _, entry = struct.unpack_from("<IIIIq", image, address)
-    _, _, resources2, properties, preload = struct.unpack_from("<IIIHH", image, address + 44)
+    _, _, resources2, properties = struct.unpack_from("<IIIH", image, address + 44)
     register, kernarg_sgpr = 0, -1
     for bit, (what, width) in enumerate(_USER_SGPRS):
         if properties >> bit & 1:
             if what == "kernarg pointer":
                 kernarg_sgpr = register
-            elif what not in ("private segment buffer", "flat scratch init"):
-                raise CodeObjectError(f"the kernel asks for the {what} in scalar registers, which the emulator does not provide")
             register += width
     return KernelDescriptor(
         entry=address + entry,
@@ -140,5 +141,4 @@ def _descriptor(image: bytes, address: int) -> KernelDescriptor:
         user_sgprs=resources2 >> 1 & 31,
         workgroup_id=(bool(resources2 >> 7 & 1), bool(resources2 >> 8 & 1), bool(resources2 >> 9 & 1)),
         kernarg_sgpr=kernarg_sgpr,
-        kernarg_preload=preload & 0x7F,
     )

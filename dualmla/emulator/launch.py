@@ -143,8 +143,6 @@ class Device:
             raise EmulatorError(
                 f"{code.name} spills to scratch memory ({code.descriptor.scratch_bytes} bytes a thread), which is not emulated"
             )
-        if code.descriptor.kernarg_preload:
-            raise EmulatorError(f"{code.name} wants its arguments preloaded into registers, which is not emulated")
         size = lds_bytes if lds_bytes is not None else code.descriptor.lds_bytes
         if size > LDS_BYTES[self.arch]:
             raise EmulatorError(f"{code.name} wants {size} bytes of LDS, {self.arch} has {LDS_BYTES[self.arch]}")

@@ -225,6 +225,15 @@ def multiply_add_unsigned_64(a: Any, b: Any, c: Any) -> Any:
     return (top << 32) | (bottom & 0xFFFFFFFF), top >> 32
 
 
+@vector("i i q -> q m", "V_MAD_I64_I32")
+def multiply_add_signed_64(a: Any, b: Any, c: Any) -> Any:
+    """The 64-bit sum, and bit 64 of the sum in 65 bits: its true sign."""
+    product = a * b
+    total = product + c
+    overflow = ((product ^ total) & (c ^ total)) < 0
+    return total, (total < 0) != overflow
+
+
 @vector("u u u -> u", "V_BFE_U32")
 def bit_field_extract_unsigned(a: Any, b: Any, c: Any) -> Any:
     return (a >> (b & 31)) & ((1 << (c & 31)) - 1)

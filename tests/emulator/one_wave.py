@@ -33,7 +33,7 @@ def code_object(
     listing: Sequence[Instruction], arch: str = "gfx942", lds_bytes: int = 4096, **descriptor: Any
 ) -> tuple[CodeObject, Program]:
     """The instructions, an `s_endpgm` after them, as if they had been loaded; addresses are 8 apart."""
-    empty = KernelDescriptor(0, lds_bytes, 0, 0, 2, (True, False, False), 0, 0)
+    empty = KernelDescriptor(0, lds_bytes, 0, 0, 2, (True, False, False), 0)
     code = CodeObject("test", "test", arch, b"", (0, 0), replace(empty, **descriptor))
     placed = [replace(instruction, address=8 * i, size=8) for i, instruction in enumerate([*listing, END])]
     return code, encode_listing(code, placed)

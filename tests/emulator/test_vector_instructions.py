@@ -277,6 +277,7 @@ EXPECTED = {
     "V_MAD_U32_U24": lambda a, b, c: a % (1 << 24) * (b % (1 << 24)) + c,
     "V_MAD_I32_I24": lambda a, b, c: (i32(a << 8) >> 8) * (i32(b << 8) >> 8) + c,
     "V_MAD_U64_U32": lambda a, b, c: (a * b + c, int(a * b + c > M64)),
+    "V_MAD_I64_I32": lambda a, b, c: (i32(a) * i32(b) + i64(c), int(i32(a) * i32(b) + i64(c) < 0)),
     "V_BFE_U32": lambda a, b, c: bfe(a, b, c, False),
     "V_BFE_I32": lambda a, b, c: bfe(a, b, c, True),
     "V_BFM_B32": lambda a, b: ((1 << a % 32) - 1) << b % 32,
