@@ -6,6 +6,8 @@ execution (`registry`, `matrix.SHAPES`), so that agreement with LLVM speaks for 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from dualmla.emulator import interpreter, matrix
 from dualmla.emulator.decoder import Instruction
 from dualmla.emulator.operands import INLINE_FLOATS, signed
@@ -27,14 +29,14 @@ def register(kind: str, first: int, width: int) -> str:
     return f"{kind}{first}" if width == 1 else f"{kind}[{first}:{first + width - 1}]"
 
 
-def operand(code: int, width: int = 1, *, literal: int = 0, accumulator: bool = False) -> str:
+def operand(code: int, width: int = 1, *, literal: int = 0, accumulator: bool = False) -> str:  # noqa: PLR0911 - one a range of codes
     """An operand code as text; `width` in 32-bit registers."""
     if code >= 256:
         return register("a" if accumulator else "v", code - 256, width)
-    if code in _HALVES and width == 1:
-        return _HALVES[code]
     if code in _SPECIAL:
-        return _SPECIAL[code]
+        return _HALVES.get(code, _SPECIAL[code]) if width == 1 else _SPECIAL[code]
+    if code in _HALVES:
+        return _HALVES[code]
     if code < 106:
         return register("s", code, width)
     if code == 255:
@@ -46,23 +48,17 @@ def operand(code: int, width: int = 1, *, literal: int = 0, accumulator: bool = 
 
 def text(instruction: Instruction) -> str:
     """The instruction in LLVM's syntax. Raises `KeyError` for an opcode this module does not know."""
-    encoding = instruction.encoding
-    if encoding.startswith("SOPP"):
-        return _sopp(instruction)
-    if encoding.startswith("SOP"):
-        return _scalar(instruction)
-    if encoding == "SMEM":
-        count = _DWORDS[instruction.name.rpartition("_")[2]]
-        base, offset = operand(instruction["sbase"], 2), signed(instruction["offset"], 21)
-        where = f"{offset:#x}" if instruction["imm"] else operand(instruction["offset"] & 127)
-        return f"{instruction.name.lower()} {operand(instruction['sdata'], count)}, {base}, {where}"
-    if encoding == "MUBUF":
-        return _buffer(instruction)
-    if encoding == "DS":
-        return _lds(instruction)
-    if encoding == "VOP3P_MFMA":
-        return _matrix(instruction)
-    return _packed(instruction) if encoding.startswith("VOP3P") else _vector(instruction)
+    for prefix, write in _FORMATS.items():
+        if instruction.encoding.startswith(prefix):
+            return write(instruction)
+    raise KeyError(instruction.encoding)
+
+
+def _scalar_load(instruction: Instruction) -> str:
+    count = _DWORDS[instruction.name.rpartition("_")[2]]
+    base, offset = operand(instruction["sbase"], 2), signed(instruction["offset"], 21)
+    where = f"{offset:#x}" if instruction["imm"] else operand(instruction["offset"] & 127)
+    return f"{instruction.name.lower()} {operand(instruction['sdata'], count)}, {base}, {where}"
 
 
 def _sopp(instruction: Instruction) -> str:
@@ -72,7 +68,11 @@ def _sopp(instruction: Instruction) -> str:
     if name == "s_nop":
         return f"{name} {immediate}"
     if name == "s_waitcnt":
-        counters = {"vmcnt": (immediate & 15 | immediate >> 10 & 0x30, 63), "expcnt": (immediate >> 4 & 7, 7), "lgkmcnt": (immediate >> 8 & 15, 15)}
+        counters = {
+            "vmcnt": (immediate & 15 | immediate >> 10 & 0x30, 63),
+            "expcnt": (immediate >> 4 & 7, 7),
+            "lgkmcnt": (immediate >> 8 & 15, 15),
+        }
         return " ".join([name, *(f"{counter}({value})" for counter, (value, full) in counters.items() if value != full)])
     return name
 
@@ -114,9 +114,7 @@ def _lds(instruction: Instruction) -> str:
 def _matrix(instruction: Instruction) -> str:
     shape = matrix.SHAPES[instruction.name]
     accumulate = bool(instruction["acc_cd"])
-    sources = [
-        operand(instruction[f"src{k}"], shape.registers[k], accumulator=bool(instruction["acc"] >> k & 1)) for k in range(2)
-    ]
+    sources = [operand(instruction[f"src{k}"], shape.registers[k], accumulator=bool(instruction["acc"] >> k & 1)) for k in range(2)]
     ends = [operand(instruction[field], shape.results, accumulator=accumulate) for field in ("vdst", "src2")]
     return f"{instruction.name.lower()} {', '.join([ends[0], *sources, ends[1]])}"
 
@@ -146,8 +144,8 @@ def _vector(instruction: Instruction) -> str:
         return "v_nop"
     if name in ("V_READFIRSTLANE_B32", "V_PERMLANE16_SWAP_B32", "V_PERMLANE32_SWAP_B32"):
         suffix = "" if name == "V_READFIRSTLANE_B32" else "_e32"
-        target = instruction["vdst"] if suffix else instruction["vdst"] & 255
-        return f"{name.lower()}{suffix} {operand(target)}, {operand(instruction['src0'])}"
+        code = instruction["vdst"] if suffix else instruction["vdst"] & 255
+        return f"{name.lower()}{suffix} {operand(code)}, {operand(instruction['src0'])}"
     semantics = VECTOR[name] if name in VECTOR else VECTOR[f"{name}.gfx942"]
     letters = semantics.arguments
     sources = _sources(instruction, letters)
@@ -202,3 +200,14 @@ def _modifiers(instruction: Instruction) -> str:
     return flags
 
 
+_FORMATS: dict[str, Callable[[Instruction], str]] = {
+    "SOPP": _sopp,
+    "SOP": _scalar,
+    "SMEM": _scalar_load,
+    "MUBUF": _buffer,
+    "DS": _lds,
+    "VOP3P_MFMA": _matrix,
+    "VOP3P": _packed,
+    "VOP": _vector,
+}
+"""Encoding prefix -> its writer; the first that fits is taken."""

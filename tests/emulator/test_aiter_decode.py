@@ -54,7 +54,9 @@ def check_mqa16(hsa, arch, kv_lens, splits, mode=None, seed=0):
     p = latent(kv_lens, seed=seed)
     got = run_decode(hsa, arch, MQA16, p, splits=splits, mode=mode)
     for sequence, kv_len in enumerate(kv_lens):
-        assert got.partial_written[sequence].all(1).tolist() == [s < -(-kv_len // 64) for s in range(splits)], "splits without tokens write nothing"
+        assert got.partial_written[sequence].all(1).tolist() == [s < -(-kv_len // 64) for s in range(splits)], (
+            "splits without tokens write nothing"
+        )
     out, lse = merge_partials(got)
     expected = p.reference()
     assert worst(out, expected.out, expected.budget(7, bf16_result=False)) < 1, (kv_lens, splits)
@@ -125,7 +127,9 @@ def test_decode_kernel(hsa, arch, name):
     kv_lens = {1: [1, 64, 132], 2: [200, 333]}
     for query_len, splits in itertools.product(kernel.query_lens, (1,) if (arch, name) == ONE_SPLIT_ONLY else (1, 2)):
         lengths = [max(n, query_len) for n in kv_lens[splits]]
-        p = latent(lengths, heads=kernel.heads, query_lens=query_len, q_bytes=kernel.q_bytes, kv_bytes=kernel.kv_bytes, arch=arch, seed=splits)
+        p = latent(
+            lengths, heads=kernel.heads, query_lens=query_len, q_bytes=kernel.q_bytes, kv_bytes=kernel.kv_bytes, arch=arch, seed=splits
+        )
         got = run_decode(hsa, arch, name, p, query_len=query_len, splits=splits, mode=INTERLEAVED)
         check_results(got, p, kernel)
 

@@ -54,7 +54,10 @@ def merge(partial, lse, out, indptr, splits, N: tl.constexpr, H: tl.constexpr, D
 
 
 POINTERS = {"q": "*bf16", "kv": "*bf16", "indices": "*i32", "indptr": "*i32", "partial": "*fp32", "lse": "*fp32", "out": "*bf16"}
-DECODE_SIGNATURE = {name: POINTERS[name] for name in ("q", "kv", "indices", "indptr", "partial", "lse")} | {"scale": "fp32", "splits": "i32"}
+DECODE_SIGNATURE = {name: POINTERS[name] for name in ("q", "kv", "indices", "indptr", "partial", "lse")} | {
+    "scale": "fp32",
+    "splits": "i32",
+}
 DECODE_SIGNATURE |= {"H": "constexpr", "N": "constexpr", "D": "constexpr", "R": "constexpr"}
 MERGE_SIGNATURE = {name: POINTERS[name] for name in ("partial", "lse", "out", "indptr")} | {"splits": "i32"}
 MERGE_SIGNATURE |= {"N": "constexpr", "H": "constexpr", "D": "constexpr"}
