@@ -1,0 +1,213 @@
+"""Instructions as LLVM's assembler writes them, for error messages, listings and the test against `llvm-objdump`.
+
+Covers what AITER's and Triton's kernels use. The widths of register operands come from the same tables that drive the
+execution (`registry`, `matrix.SHAPES`), so that agreement with LLVM speaks for them too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dualmla.emulator import interpreter, matrix
+from dualmla.emulator.decoder import Instruction
+from dualmla.emulator.operands import INLINE_FLOATS, signed
+from dualmla.emulator.registry import SCALAR, VECTOR, WIDTH
+
+assert interpreter.SEMANTICS  # importing it filled the registry
+
+_SPECIAL = {106: "vcc", 124: "m0", 126: "exec", 251: "src_vccz", 252: "src_execz", 253: "src_scc"}
+_HALVES = {106: "vcc_lo", 107: "vcc_hi", 126: "exec_lo", 127: "exec_hi"}
+_SELECTS = ("BYTE_0", "BYTE_1", "BYTE_2", "BYTE_3", "WORD_0", "WORD_1", "DWORD")
+_UNUSED = ("UNUSED_PAD", "UNUSED_SEXT", "UNUSED_PRESERVE")
+_DWORDS = {"DWORD": 1, "DWORDX2": 2, "DWORDX3": 3, "DWORDX4": 4, "DWORDX8": 8, "DWORDX16": 16}
+_LDS = {"B32": 1, "B64": 2, "B96": 3, "B128": 4}
+_DPP = {0x100: "row_shl", 0x110: "row_shr", 0x120: "row_ror", 0x150: "row_newbcast"}
+_RENAMED = {"V_ACCVGPR_READ": "v_accvgpr_read_b32", "V_ACCVGPR_WRITE": "v_accvgpr_write_b32"}
+
+
+def register(kind: str, first: int, width: int) -> str:
+    return f"{kind}{first}" if width == 1 else f"{kind}[{first}:{first + width - 1}]"
+
+
+def operand(code: int, width: int = 1, *, literal: int = 0, accumulator: bool = False) -> str:  # noqa: PLR0911 - one a range of codes
+    """An operand code as text; `width` in 32-bit registers."""
+    if code >= 256:
+        return register("a" if accumulator else "v", code - 256, width)
+    if code in _SPECIAL:
+        return _HALVES.get(code, _SPECIAL[code]) if width == 1 else _SPECIAL[code]
+    if code in _HALVES:
+        return _HALVES[code]
+    if code < 106:
+        return register("s", code, width)
+    if code == 255:
+        return f"{literal:#x}"
+    if code in INLINE_FLOATS:
+        return "0.15915494" if code == 248 else str(INLINE_FLOATS[code])
+    return str(code - 128 if code <= 192 else 192 - code)
+
+
+def text(instruction: Instruction) -> str:
+    """The instruction in LLVM's syntax. Raises `KeyError` for an opcode this module does not know."""
+    for prefix, write in _FORMATS.items():
+        if instruction.encoding.startswith(prefix):
+            return write(instruction)
+    raise KeyError(instruction.encoding)
+
+
+def _scalar_load(instruction: Instruction) -> str:
+    count = _DWORDS[instruction.name.rpartition("_")[2]]
+    base, offset = operand(instruction["sbase"], 2), signed(instruction["offset"], 21)
+    where = f"{offset:#x}" if instruction["imm"] else operand(instruction["offset"] & 127)
+    return f"{instruction.name.lower()} {operand(instruction['sdata'], count)}, {base}, {where}"
+
+
+def _sopp(instruction: Instruction) -> str:
+    name, immediate = instruction.name.lower(), instruction["simm16"]
+    if "branch" in name:
+        return f"{name} {instruction.address + 4 + 4 * signed(immediate, 16):#x}"
+    if name == "s_nop":
+        return f"{name} {immediate}"
+    if name == "s_waitcnt":
+        counters = {
+            "vmcnt": (immediate & 15 | immediate >> 10 & 0x30, 63),
+            "expcnt": (immediate >> 4 & 7, 7),
+            "lgkmcnt": (immediate >> 8 & 15, 15),
+        }
+        return " ".join([name, *(f"{counter}({value})" for counter, (value, full) in counters.items() if value != full)])
+    return name
+
+
+def _scalar(instruction: Instruction) -> str:
+    name, literal = instruction.name, instruction.get("literal")
+    if name == "S_SET_GPR_IDX_ON":
+        return f"s_set_gpr_idx_on {operand(instruction['ssrc0'])}, gpr_idx(SRC0)"
+    semantics = SCALAR[name]
+    if instruction.encoding.startswith("SOPK"):
+        return f"{name.lower()} {operand(instruction['sdst'])}, {instruction['simm16']:#x}"
+    sources = [operand(instruction[f"ssrc{k}"], WIDTH[letter], literal=literal) for k, letter in enumerate(semantics.arguments)]
+    destination = [operand(instruction["sdst"], WIDTH[semantics.results])] if semantics.results else []
+    return f"{name.lower()} {', '.join(destination + sources)}"
+
+
+def _buffer(instruction: Instruction) -> str:
+    count = _DWORDS.get(instruction.name.rpartition("_")[2], 1)
+    data = [] if instruction["lds"] else [operand(instruction["vdata"], count, accumulator=bool(instruction["acc"]))]
+    address = operand(instruction["vaddr"]) if instruction["offen"] else "off"
+    parts = [*data, address, operand(instruction["srsrc"], 4), operand(instruction["soffset"])]
+    flags = " offen" * instruction["offen"] + (f" offset:{instruction['offset']}" if instruction["offset"] else "")
+    flags += " sc0" * instruction["sc0"] + " nt" * instruction["nt"] + " sc1" * instruction["sc1"] + " lds" * instruction["lds"]
+    return f"{instruction.name.lower()} {', '.join(parts)}{flags}"
+
+
+def _lds(instruction: Instruction) -> str:
+    parts = instruction.name.split("_")
+    count, accumulator = _LDS[parts[2]], bool(instruction["acc"])
+    offset = instruction["offset0"] | instruction["offset1"] << 8
+    address = operand(instruction["addr"])
+    if parts[1] == "WRITE":
+        operands = f"{address}, {operand(instruction['data0'], count, accumulator=accumulator)}"
+    else:
+        operands = f"{operand(instruction['vdst'], count, accumulator=accumulator)}, {address}"
+    return f"{instruction.name.lower()} {operands}" + (f" offset:{offset}" if offset else "")
+
+
+def _matrix(instruction: Instruction) -> str:
+    shape = matrix.SHAPES[instruction.name]
+    accumulate = bool(instruction["acc_cd"])
+    sources = [operand(instruction[f"src{k}"], shape.registers[k], accumulator=bool(instruction["acc"] >> k & 1)) for k in range(2)]
+    ends = [operand(instruction[field], shape.results, accumulator=accumulate) for field in ("vdst", "src2")]
+    return f"{instruction.name.lower()} {', '.join([ends[0], *sources, ends[1]])}"
+
+
+def _bits(value: int, count: int) -> str:
+    return "[" + ",".join(str(value >> k & 1) for k in range(count)) + "]"
+
+
+def _packed(instruction: Instruction) -> str:
+    name = instruction.name
+    if name in _RENAMED:
+        target = operand(instruction["vdst"], accumulator=name.endswith("WRITE"))
+        return f"{_RENAMED[name]} {target}, {operand(instruction['src0'], accumulator=name.endswith('READ'))}"
+    count = len(VECTOR[name].arguments)
+    operands = [operand(instruction["vdst"], 2), *(operand(instruction[f"src{k}"], 2) for k in range(count))]
+    upper = instruction["opsel_hi"] | instruction["opsel_hi2"] << 2
+    flags = f" op_sel:{_bits(instruction['opsel'], count)}" if instruction["opsel"] else ""
+    flags += f" op_sel_hi:{_bits(upper, count)}" if upper & ((1 << count) - 1) != (1 << count) - 1 else ""
+    flags += f" neg_lo:{_bits(instruction['neg'], count)}" if instruction["neg"] else ""
+    flags += f" neg_hi:{_bits(instruction['neg_hi'], count)}" if instruction["neg_hi"] else ""
+    return f"{name.lower()} {', '.join(operands)}{flags}"
+
+
+def _vector(instruction: Instruction) -> str:
+    name, encoding = instruction.name, instruction.encoding
+    if name == "V_NOP":
+        return "v_nop"
+    if name in ("V_READFIRSTLANE_B32", "V_PERMLANE16_SWAP_B32", "V_PERMLANE32_SWAP_B32"):
+        suffix = "" if name == "V_READFIRSTLANE_B32" else "_e32"
+        code = instruction["vdst"] if suffix else instruction["vdst"] & 255
+        return f"{name.lower()}{suffix} {operand(code)}, {operand(instruction['src0'])}"
+    semantics = VECTOR[name] if name in VECTOR else VECTOR[f"{name}.gfx942"]
+    letters = semantics.arguments
+    sources = _sources(instruction, letters)
+    if semantics.results == "m":
+        target = operand(instruction.get("vdst", 106), 2)
+    else:
+        target = operand(instruction["vdst"], WIDTH[semantics.results[0]])
+    suffix = {"VOP3": "_e64", "SDWA": "_sdwa", "DPP1": "_dpp"}.get(encoding.rpartition("_")[2][:4], "_e32")
+    if encoding.startswith("VOP3"):
+        suffix = "_e64" if _has_short_form(name) else ""
+    return f"{name.lower()}{suffix} {', '.join([target, *sources])}{_modifiers(instruction)}"
+
+
+def _sources(instruction: Instruction, letters: str) -> list[str]:
+    encoding, literal = instruction.encoding, instruction.get("literal")
+    if encoding.startswith("VOP3"):
+        texts = [operand(instruction[f"src{k}"], 2 if letter == "m" else WIDTH[letter]) for k, letter in enumerate(letters)]
+        for k, written in enumerate(texts):
+            inner = f"|{written}|" if instruction.get("abs") >> k & 1 else written
+            texts[k] = f"-{inner}" if instruction.get("neg") >> k & 1 else inner
+        return texts
+    variant = encoding.endswith(("_SDWA", "_DPP16"))
+    first = instruction["vsrc0"] | 256 if variant else instruction["src0"]
+    texts = [operand(first, WIDTH[letters[0]], literal=literal)]
+    if len(letters) > 1:
+        texts.append(operand(instruction["vsrc1"] | 256, WIDTH[letters[1]]))
+    return [*texts, "vcc"] if letters.endswith("m") else texts
+
+
+def _has_short_form(name: str) -> bool:
+    """Whether an opcode also exists as VOP1, VOP2 or VOPC: LLVM then marks the long form `_e64`."""
+    short = ("V_CMP_", "V_ADD_U32", "V_SUB_U32", "V_SUBREV_U32", "V_MUL_F32", "V_ADD_F32", "V_SUB_F32", "V_MAX_F32", "V_CNDMASK_B32")
+    return name.startswith(("V_MUL_U32_U24", "V_MUL_I32_I24", *short))
+
+
+def _modifiers(instruction: Instruction) -> str:
+    get, flags = instruction.get, ""
+    if instruction.name == "V_CVT_PK_FP8_F32" and get("opsel"):
+        flags += " op_sel:[0,0,1]"
+    flags += " clamp" * get("clmp")
+    if instruction.encoding.endswith("_DPP16"):
+        control = get("dpp")
+        if control < 0x100:
+            flags += f" quad_perm:[{','.join(str(control >> 2 * k & 3) for k in range(4))}]"
+        else:
+            flags += f" {_DPP[control & 0x1F0]}:{control & 15}"
+        flags += f" row_mask:{get('row_mask'):#x} bank_mask:{get('bank_mask'):#x}" + " bound_ctrl:0" * get("bc")
+    if instruction.encoding.endswith("_SDWA"):
+        if not instruction.name.startswith("V_CVT_PK_F32"):
+            flags += f" dst_sel:{_SELECTS[get('dst_sel')]} dst_unused:{_UNUSED[get('dst_unused')]}"
+        flags += f" src0_sel:{_SELECTS[get('src0_sel')]}"
+    return flags
+
+
+_FORMATS: dict[str, Callable[[Instruction], str]] = {
+    "SOPP": _sopp,
+    "SOP": _scalar,
+    "SMEM": _scalar_load,
+    "MUBUF": _buffer,
+    "DS": _lds,
+    "VOP3P_MFMA": _matrix,
+    "VOP3P": _packed,
+    "VOP": _vector,
+}
+"""Encoding prefix -> its writer; the first that fits is taken."""

@@ -1,0 +1,19 @@
+"""What can go wrong in an emulated run. Each message names the instruction and its address in the code object."""
+
+from __future__ import annotations
+
+
+class EmulatorError(Exception):
+    """Base of every error the emulator raises on purpose."""
+
+
+class CodeObjectError(EmulatorError):
+    """The file is no AMDGPU code object this emulator can load."""
+
+
+class UnsupportedInstructionError(EmulatorError):
+    """The program reached an instruction, modifier or operand nobody has written down the semantics of."""
+
+
+class MemoryFaultError(EmulatorError):
+    """An access outside every allocation, misaligned, or past the end of the LDS."""

@@ -1,0 +1,52 @@
+"""Our decoding of every MLA code object of the wheel, word for word against LLVM's disassembler."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from dualmla.emulator.aiter_objects import KERNELS, path_of
+from dualmla.emulator.decoder import instructions
+from dualmla.emulator.disassembly import text
+from dualmla.emulator.elf import load_code_object
+from dualmla.emulator.translate import translate
+
+OBJDUMP = shutil.which("llvm-objdump-22") or shutil.which("llvm-objdump-21")
+
+OBJECTS = [pytest.param(arch, name, id=f"{arch}-{name}") for name, kernel in KERNELS.items() for arch in kernel.archs]
+
+
+def llvm_listing(path) -> dict[int, str]:
+    """Address -> text, branches with their target's address."""
+    output = subprocess.run([OBJDUMP, "-d", "--no-leading-headers", path], check=True, capture_output=True, text=True).stdout
+    labels = {name: int(address, 16) for address, name in re.findall(r"^([0-9a-fA-F]{16}) <(\w+)>:", output, re.MULTILINE)}
+    listing = {}
+    for line, address in re.findall(r"^\t(.*?)\s*// ([0-9A-F]{12}):", output, re.MULTILINE):
+        mnemonic, _, operands = line.partition(" ")
+        if "branch" in mnemonic and operands in labels:
+            line = f"{mnemonic} {labels[operands]:#x}"  # noqa: PLW2901 - the same line, resolved
+        listing[int(address, 16)] = " ".join(line.split())
+    return listing
+
+
+@pytest.mark.skipif(OBJDUMP is None, reason="llvm-objdump of LLVM 21 or 22 is not here; `apt-get install llvm-22` brings it")
+@pytest.mark.parametrize(("arch", "name"), OBJECTS)
+def test_decoding_agrees_with_llvm(hsa, arch, name):
+    code = load_code_object(path_of(hsa, arch, name))
+    llvm = llvm_listing(path_of(hsa, arch, name))
+    listing = list(instructions(code))
+    differences = [
+        (f"{instruction.address:#x}", text(instruction), llvm.get(instruction.address))
+        for instruction in listing
+        if text(instruction) != llvm.get(instruction.address)
+    ]
+    assert differences[:5] == [], f"{len(differences)} of {len(listing)} differ"
+    assert len(listing) > 2500
+
+
+@pytest.mark.parametrize(("arch", "name"), OBJECTS)
+def test_every_instruction_can_be_run(hsa, arch, name):
+    assert translate(load_code_object(path_of(hsa, arch, name))).unsupported == {}
