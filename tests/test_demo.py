@@ -11,8 +11,10 @@ import pytest
 import torch
 from rich.console import Console
 
+from dualmla import attention as core
 from dualmla.demo import attention, model, report, runner
-from dualmla.demo.engine import EagerEngine, PagedEngine, PagePool, Request
+from dualmla.demo.engine import EagerEngine, PagedEngine, Request
+from dualmla.demo.pages import PagePool
 from dualmla.selection import select_backend
 
 PROMPTS = ("abcdef", "xyz")
@@ -32,26 +34,26 @@ def small_model(dtype=torch.float32):
     return model.build_model(num_heads=2, num_layers=2, dtype=dtype, device=CPU, seed=0)
 
 
-def paged_engine(eager_model, requests, *, page_size, num_pages=24):
+def paged_engine(eager_model, requests, *, page_size, num_pages=24, chunk_tokens=None):
     config = model.mla_config(eager_model, page_size=page_size)
     backend = select_backend(config, device="cpu", backend="reference")
     builder = backend.get_builder_cls()(config, CPU, max_num_seqs=len(requests), max_num_pages_per_seq=num_pages)
     patched = attention.with_dualmla(eager_model, config, backend, num_pages=num_pages)
-    return PagedEngine(patched, config, builder, PagePool(num_pages, page_size, seed=0), requests)
+    return PagedEngine(patched, config, builder, PagePool(num_pages, page_size, seed=0), requests, chunk_tokens=chunk_tokens)
 
 
-def decode(engine, steps=NEW_TOKENS):
-    for _ in range(steps):
+def decode(engine):
+    while not all(request.done for request in engine.requests):
         engine.step()
     return [request.generated for request in engine.requests]
 
 
 def requests_of(*prompts):
-    return [Request(list(prompt.encode())) for prompt in prompts]
+    return [Request(list(prompt.encode()), NEW_TOKENS) for prompt in prompts]
 
 
 def as_run(requests):
-    return report.Run("name", 1, requests, 1.0, 1.0)
+    return report.Run("name", 1, requests, 1.0, 1.0, 0, 0)
 
 
 @pytest.mark.parametrize("name", ["reference", "triton"])
@@ -60,8 +62,8 @@ def test_same_tokens_as_the_library(name):
     assert agreed
     assert "PASS" in printed
     assert re.search(rf"{name} +│ runs ", printed)
-    for page_size in (1, 16):
-        assert re.search(rf"{name.upper()}_MLA +{page_size} +6/6 ", printed)
+    for run in ("_MLA +1", "_MLA +16", "_MLA, shared +16"):
+        assert re.search(rf"{name.upper()}{run} +6/6 ", printed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -78,9 +80,57 @@ def test_a_wrong_scale_of_one_run_fails(monkeypatch, dtype, wrong):
     assert not agreed
     assert "FAIL" in printed
     assert "PASS" not in printed
-    assert printed.count("_MLA, page size") == 2 + 1, "the progress bars, and the run that disagrees"
-    assert printed.count(f"_MLA, page size {wrong}:") == 1
+    disagree = re.findall(r"(_MLA.*), page size (\d+):", printed)
+    assert disagree == ([("_MLA", "1")] if wrong == 1 else [("_MLA", "16"), ("_MLA, shared", "16")])
     assert "instead of" in printed
+
+
+def shared_prompts(**changes):
+    """The demo's own prompts, of which the last run shares two pages, on two layers: the first one's latent rows need no attention."""
+    agreed, printed = run_small(prompts=runner.PROMPTS, num_layers=2, **changes)
+    return agreed, re.findall(r"(_MLA.*), page size (\d+):", printed)
+
+
+@pytest.mark.parametrize("name", ["reference", "triton"])
+def test_shared_and_chunked_prompts_give_the_same_tokens(monkeypatch, name):
+    shown, keys = [], []
+    print_comparison, up_project = report.print_comparison, core.MLAImpl._up_project
+    monkeypatch.setattr(report, "print_comparison", lambda *args: shown.extend(args) or print_comparison(*args))
+    monkeypatch.setattr(core.MLAImpl, "_up_project", lambda self, kv_c, k_pe: keys.append(len(kv_c)) or up_project(self, kv_c, k_pe))
+    assert shared_prompts(backend=name) == (True, [])
+    _, truth, runs, _, _ = shown
+    for run in runs:
+        assert [request.generated for request in run.requests] == [request.generated for request in truth.requests]
+    total = sum(map(len, runner.PROMPTS))
+    assert [(run.prompt_tokens, run.reused_tokens, run.mixed_steps) for run in runs] == [(total, 0, 0), (total, 0, 0), (total - 64, 64, 3)]
+    first, *others = runs[-1].requests
+    cached = total + len(runner.PROMPTS) * (NEW_TOKENS - 1)
+    assert (runs[1].cache_bytes - runs[2].cache_bytes) * cached == pytest.approx(64 * 2304), "a page counts once"
+    for request in others:
+        assert request.pages[:2] == first.pages[:2]
+        assert request.pages[2] not in first.pages, "what they share does not fill it"
+    assert [80, 24, 8] in [keys[at : at + 3] for at in range(len(keys))], "a context in two pieces, where short prefills are absorbed too"
+
+
+@pytest.mark.parametrize("name", ["reference", "triton"])
+def test_a_context_ignored_fails(monkeypatch, name):
+    prefill_plan = core.prefill_plan
+    monkeypatch.setattr(core, "prefill_plan", lambda *args: replace(prefill_plan(*args), chunks=[]))
+    assert shared_prompts(backend=name, page_sizes=(16,), new_tokens=2) == (False, [("_MLA, shared", "16")])
+
+
+def test_a_shared_page_of_which_only_the_beginning_is_the_same_fails(monkeypatch):
+    class Careless(PagePool):
+        def find(self, tokens):
+            pages = super().find(tokens)
+            end = len(pages) * self.page_size
+            return (
+                pages
+                + [page for full, page in self._full.items() if len(full) == end + self.page_size and full[:end] == (*tokens[:end],)][:1]
+            )
+
+    monkeypatch.setattr(runner, "PagePool", Careless)
+    assert shared_prompts() == (False, [("_MLA, shared", "16")])
 
 
 def test_says_why_a_better_backend_does_not_run():
@@ -89,7 +139,7 @@ def test_says_why_a_better_backend_does_not_run():
     assert re.search(r"triton +│ usable +│ reference was asked for", printed)
 
 
-@pytest.mark.parametrize("nothing", [{"page_sizes": ()}, {"prompts": ()}, {"prompts": ("a", "")}, {"new_tokens": 1}])
+@pytest.mark.parametrize("nothing", [{"page_sizes": ()}, {"prompts": ()}, {"prompts": ("a", "")}, {"new_tokens": 1}, {"chunk_tokens": 0}])
 def test_refuses_to_decode_nothing(nothing):
     with pytest.raises(ValueError, match="page_sizes and prompts must not be empty"):
         run_small(**nothing)
@@ -112,7 +162,7 @@ def test_low_precision_is_fed_the_truth_on_the_same_weights(monkeypatch):
 def test_low_precision_is_judged_by_the_librarys_own_rounding():
     agreed, printed = run_small(dtype=torch.bfloat16)
     assert agreed
-    assert "transformers bfloat16" in printed
+    assert "eager bfloat16" in printed
     assert "PASS" in printed
 
 
@@ -126,6 +176,18 @@ def test_only_live_slots_are_written(page_size):
         written = layer.self_attn.kv_cache.isfinite().all(-1)
         assert {tuple(slot) for slot in written.nonzero().tolist()} == live
         assert layer.self_attn.kv_cache[~written].isnan().all()
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3])
+@pytest.mark.parametrize("prompts", [PROMPTS, ("abcdefgh", "abcdefgh", "abcdxy", "bbcdxy")])
+def test_pieces_of_prompts_decode_the_same(prompts, chunk_tokens):
+    eager_model = small_model()
+    engine = paged_engine(eager_model, requests_of(*prompts), page_size=4, chunk_tokens=chunk_tokens)
+    assert decode(engine) == decode(EagerEngine(eager_model, requests_of(*prompts)))
+    if prompts is not PROMPTS:
+        first, same, begins_the_same, other = (request.pages for request in engine.requests)
+        assert same[0] == begins_the_same[0] == first[0]
+        assert len({*first, *same, *begins_the_same, *other}) == len(first + same + begins_the_same + other) - 2, "the last token is fed"
 
 
 @pytest.mark.parametrize("interleave", [True, False])
@@ -164,11 +226,11 @@ def test_lower_precision_leaves_rotary_frequencies_alone():
 
 def test_compare_stops_where_texts_part():
     logits = [torch.tensor([0.0, 1.0, 3.0]), torch.tensor([0.0, 2.0, 3.0]), torch.tensor([0.0, 2.5, 3.0])]
-    truth = as_run([Request([], generated=[2, 2, 2], logits=logits)])
+    truth = as_run([Request([], 3, generated=[2, 2, 2], logits=logits)])
     shifted = [logits[0], logits[1] + torch.tensor([0.0, 4.0, 0.0]), logits[2] + 100]
-    free = report.compare(as_run([Request([], generated=[2, 1, 2], logits=shifted)]), truth)
+    free = report.compare(as_run([Request([], 3, generated=[2, 1, 2], logits=shifted)]), truth)
     assert free == report.Comparison(1, [(0, 1)], 4.0, pytest.approx(4 / 6), 1.0)
-    forced = report.compare(as_run([Request([], forced=[2, 2, 2], generated=[2, 1, 2], logits=shifted)]), truth)
+    forced = report.compare(as_run([Request([], 3, forced=[2, 2, 2], generated=[2, 1, 2], logits=shifted)]), truth)
     assert forced == report.Comparison(2, [(0, 1)], 100.0, pytest.approx(304 / 9), 0.5)
 
 
@@ -187,7 +249,7 @@ def test_the_verdict():
 
 def test_the_same_tokens_by_chance_fail():
     logits = torch.tensor([0.0, 1.0, 3.0])
-    truth, off = (as_run([Request([], generated=[2], logits=[these])]) for these in (logits, logits + 1.5))
+    truth, off = (as_run([Request([], 1, generated=[2], logits=[these])]) for these in (logits, logits + 1.5))
     output = io.StringIO()
     console = Console(file=output, width=200)
     config = model.mla_config(small_model(), page_size=1)
@@ -196,10 +258,18 @@ def test_the_same_tokens_by_chance_fail():
 
 
 def test_forced_tokens_are_fed_in_place_of_the_own():
-    request = Request([5, 6], forced=[7, 8])
+    request = Request([5, 6], 2, forced=[7, 8])
     assert request.pending == [5, 6]
-    request.advance(torch.tensor([0.0, 1.0]))
+    request.advance(2, torch.tensor([0.0, 1.0]))
     assert (request.generated, request.pending, request.num_cached) == ([1], [7], 2)
+
+
+def test_a_piece_of_a_prompt_decodes_nothing():
+    request = Request([5, 6], 1)
+    request.advance(1, torch.tensor([0.0, 1.0]))
+    assert (request.generated, request.pending, request.num_cached, request.done) == ([], [6], 1, False)
+    request.advance(1, torch.tensor([0.0, 1.0]))
+    assert (request.generated, request.pending, request.num_cached, request.done) == ([1], [1], 2, True)
 
 
 def test_pages_come_in_no_order_and_run_out():
@@ -211,6 +281,19 @@ def test_pages_come_in_no_order_and_run_out():
     pool.extend(pages, 32)
     with pytest.raises(RuntimeError, match="33 tokens need 9 pages"):
         pool.extend(pages, 33)
+
+
+def test_a_page_is_found_by_all_tokens_up_to_its_end():
+    pool = PagePool(8, 2, seed=0)
+    pool.publish([1, 2, 3, 4, 5], [7, 6, 5])
+    assert pool.find([1, 2, 3, 4, 5, 6]) == [7, 6], "the last one is not full"
+    assert pool.find([1, 2, 3]) == [7]
+    assert pool.find([1, 2, 9, 4]) == [7]
+    assert pool.find([9, 2, 3, 4]) == []
+    pool.publish([1, 2, 9, 4], [7, 3])
+    pool.publish([1, 2, 3, 4], [2, 1])
+    assert pool.find([1, 2, 9, 4]) == [7, 3]
+    assert pool.find([1, 2, 3, 4]) == [7, 6], "the first that was found stays"
 
 
 @pytest.mark.parametrize(("found", "message"), [(None, "not installed"), ("5.16.1", "found 5.16.1"), ("4.57.6", "found 4.57.6")])

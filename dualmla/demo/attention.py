@@ -24,9 +24,12 @@ class DualMLAAttention(nn.Module):
         config: sizes and softmax scale of `source`.
         backend: what `dualmla.select_backend` returned for `config`.
         kv_cache: the layer's latent cache [num_pages, page_size, 576], written in place.
+        context_workspace_tokens: as in `dualmla.attention.MLAImpl`.
     """
 
-    def __init__(self, source: Any, config: MLAConfig, backend: type[MLABackend], kv_cache: Tensor) -> None:
+    def __init__(
+        self, source: Any, config: MLAConfig, backend: type[MLABackend], kv_cache: Tensor, context_workspace_tokens: int | None
+    ) -> None:
         super().__init__()
         self.source = source
         self.config = config
@@ -34,7 +37,9 @@ class DualMLAAttention(nn.Module):
         # kv_b_proj holds, for each head, the rows that make its key from the latent, then those that make its value
         expand = source.kv_b_proj.weight.detach().view(config.num_heads, -1, config.kv_lora_rank)
         w_uk, w_uv = expand.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
-        self.impl = backend.get_impl_cls()(config, w_uk.contiguous(), w_uv.transpose(1, 2).contiguous())
+        self.impl = backend.get_impl_cls()(
+            config, w_uk.contiguous(), w_uv.transpose(1, 2).contiguous(), context_workspace_tokens=context_workspace_tokens
+        )
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *, mla_metadata: MLAMetadata, **library: object
@@ -68,7 +73,9 @@ class DualMLAAttention(nn.Module):
         return source.o_proj(attended[None]), None
 
 
-def with_dualmla(model: Any, config: MLAConfig, backend: type[MLABackend], *, num_pages: int) -> Any:
+def with_dualmla(
+    model: Any, config: MLAConfig, backend: type[MLABackend], *, num_pages: int, context_workspace_tokens: int | None = None
+) -> Any:
     """A copy of a `DeepseekV3ForCausalLM` that attends through `backend`; parameters are shared, `model` is left as it was.
 
     Each layer gets a cache of `num_pages` pages full of NaN: a row that is read before it was written shows in every logit.
@@ -78,5 +85,5 @@ def with_dualmla(model: Any, config: MLAConfig, backend: type[MLABackend], *, nu
     for layer in patched.model.layers:
         shape = (num_pages, config.page_size, config.latent_dim)
         kv_cache = torch.full(shape, float("nan"), dtype=config.cache_dtype, device=model.device)
-        layer.self_attn = DualMLAAttention(layer.self_attn, config, backend, kv_cache)
+        layer.self_attn = DualMLAAttention(layer.self_attn, config, backend, kv_cache, context_workspace_tokens)
     return patched

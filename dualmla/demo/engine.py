@@ -1,8 +1,7 @@
-"""Greedy decoding, twice: the library's own way, and the way a serving engine drives dualmla."""
+"""Greedy decoding: the library's own way, and the way a serving engine drives dualmla."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dualmla.config import MLAConfig
+from dualmla.demo.pages import PagePool
 from dualmla.metadata import MLAMetadataBuilder
 
 # Fills the unused entries of a block table: no cache has such a page, so reading one cannot go unseen.
@@ -20,7 +20,7 @@ UNUSED_PAGE = 2147480000
 
 @dataclass
 class Request:
-    """A prompt and what has been decoded after it.
+    """A prompt, the number of tokens wanted after it, and those that have been decoded.
 
     `logits[i]` [vocab], float32 on the CPU, are those that `generated[i]` is the maximum of. With `forced` the model is fed
     these tokens in place of its own, and `generated` is what it would have said. `num_cached` tokens are in the cache; dualmla
@@ -28,6 +28,7 @@ class Request:
     """
 
     prompt: Sequence[int]
+    new_tokens: int
     forced: Sequence[int] | None = None
     generated: list[int] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
@@ -35,25 +36,56 @@ class Request:
     num_cached: int = 0
 
     @property
+    def done(self) -> bool:
+        return len(self.generated) >= self.new_tokens
+
+    @property
+    def known(self) -> list[int]:
+        """The prompt, and what the model is fed after it."""
+        answer = self.generated if self.forced is None else self.forced[: len(self.generated)]
+        return [*self.prompt, *answer]
+
+    @property
     def pending(self) -> list[int]:
         """The tokens that are not in the cache yet: the prompt at first, then the last one."""
-        answer = self.generated if self.forced is None else self.forced[: len(self.generated)]
-        return [*self.prompt, *answer][self.num_cached :]
+        return self.known[self.num_cached :]
 
-    def advance(self, logits: Tensor) -> None:
-        """All pending tokens are cached now, and these logits [vocab] follow: take the most likely token."""
-        self.num_cached += len(self.pending)
+    def advance(self, num_tokens: int, logits: Tensor) -> None:
+        """So many pending tokens are cached now, and these logits [vocab] follow: take the most likely token if none is pending."""
+        self.num_cached += num_tokens
+        if self.pending:  # the rest of a prompt
+            return
         self.logits.append(logits.float().cpu())
         self.generated.append(int(self.logits[-1].argmax()))
 
 
+@dataclass(frozen=True)
+class Step:
+    """What a step was fed: tokens of prompts, and the last token of each request that decodes."""
+
+    prompt_tokens: int
+    decodes: int
+
+    @property
+    def mixed(self) -> bool:
+        return self.prompt_tokens > 0 and self.decodes > 0
+
+
+def _step_of(fed: Sequence[tuple[Request, list[int]]]) -> Step:
+    """The step that feeds these requests these tokens."""
+    return Step(
+        prompt_tokens=sum(len(tokens) for request, tokens in fed if not request.generated),
+        decodes=sum(1 for request, _ in fed if request.generated),
+    )
+
+
 class Engine(Protocol):
-    """Decodes requests, one token of each a step."""
+    """Decodes requests until all are done."""
 
     requests: list[Request]
 
-    def step(self) -> None:
-        """Cache the pending tokens of every request and decode one more; the device is idle afterwards."""
+    def step(self) -> Step:
+        """Cache pending tokens, and decode one more of each request that has none left; the device is idle afterwards."""
 
     def cache_bytes(self) -> int:
         """What the requests take in the cache of one layer."""
@@ -74,80 +106,94 @@ class EagerEngine:
         self._caches = [DynamicCache(config=model.config) for _ in requests]
 
     @torch.inference_mode()
-    def step(self) -> None:
-        for request, cache in zip(self.requests, self._caches, strict=True):
-            tokens = torch.tensor([request.pending], device=self.model.device)
+    def step(self) -> Step:
+        fed = [(request, request.pending) for request in self.requests]
+        step = _step_of(fed)
+        for (request, tokens), cache in zip(fed, self._caches, strict=True):
             # by position, because the keyword of the cache was renamed between the releases that the extra allows
-            request.advance(self.model(tokens, None, None, cache).logits[0, -1])
+            logits = self.model(torch.tensor([tokens], device=self.model.device), None, None, cache).logits
+            request.advance(len(tokens), logits[0, -1])
+        return step
 
     def cache_bytes(self) -> int:
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in (cache.layers[0] for cache in self._caches))
 
 
-class PagePool:
-    """The free pages of a cache, handed out in a random order, as by a pool that has served for a while."""
-
-    def __init__(self, num_pages: int, page_size: int, *, seed: int) -> None:
-        self.page_size = page_size
-        self._free = list(range(num_pages))
-        random.Random(seed).shuffle(self._free)
-
-    def extend(self, pages: list[int], num_tokens: int) -> None:
-        """Add pages until `pages` hold `num_tokens` tokens.
-
-        Raises:
-            RuntimeError: the pool is empty.
-        """
-        while len(pages) * self.page_size < num_tokens:
-            if not self._free:
-                raise RuntimeError(f"no free page is left; {num_tokens} tokens need {-(-num_tokens // self.page_size)} pages")
-            pages.append(self._free.pop())
-
-
 class PagedEngine:
     """dualmla's attention: requests of different lengths in one flat batch over a paged latent cache.
+
+    Prompts are fed whole, in the first step, unless `chunk_tokens` is given. Then one prompt at a time is, so many tokens a step
+    beside the decodes of the requests before it; it begins with what the pool's pages hold of it, and only the rest is computed.
 
     Arguments:
         model: from `with_dualmla`.
         config: that of the model's attention.
         builder: of the model's backend and `config`.
         pool: the pages of the model's caches.
+        chunk_tokens: most tokens of a prompt a step.
     """
 
-    def __init__(self, model: Any, config: MLAConfig, builder: MLAMetadataBuilder, pool: PagePool, requests: list[Request]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        config: MLAConfig,
+        builder: MLAMetadataBuilder,
+        pool: PagePool,
+        requests: list[Request],
+        *,
+        chunk_tokens: int | None = None,
+    ) -> None:
         self.model = model
         self.config = config
         self.builder = builder
         self.pool = pool
         self.requests = requests
+        self.chunk_tokens = chunk_tokens
 
     @torch.inference_mode()
-    def step(self) -> None:
+    def step(self) -> Step:
         device = self.model.device
-        pending = [request.pending for request in self.requests]
-        query_lens = [len(tokens) for tokens in pending]
-        starts = [request.num_cached for request in self.requests]
+        fed = self._schedule()
+        step = _step_of(fed)
+        requests, tokens = [request for request, _ in fed], [tokens for _, tokens in fed]
+        query_lens = [len(new) for new in tokens]
+        starts = [request.num_cached for request in requests]
         seq_lens = [start + new for start, new in zip(starts, query_lens, strict=True)]
         positions = [range(start, end) for start, end in zip(starts, seq_lens, strict=True)]
-        for request, seq_len in zip(self.requests, seq_lens, strict=True):
+        for request, seq_len in zip(requests, seq_lens, strict=True):
             self.pool.extend(request.pages, seq_len)
 
+        block_table = self._block_table(requests)
         logits = self.model(
-            torch.tensor([[*chain.from_iterable(pending)]], device=device),
+            torch.tensor([[*chain.from_iterable(tokens)]], device=device),
             position_ids=torch.tensor([[*chain.from_iterable(positions)]], device=device),
             use_cache=False,
-            mla_metadata=self.builder.build(self._block_table(), torch.tensor(seq_lens, dtype=torch.int32, device=device), query_lens),
+            mla_metadata=self.builder.build(block_table, torch.tensor(seq_lens, dtype=torch.int32, device=device), query_lens),
         ).logits[0]
         last_rows = torch.tensor(query_lens).cumsum(0) - 1
-        for request, row in zip(self.requests, last_rows.tolist(), strict=True):
-            request.advance(logits[row])
+        for request, new, row in zip(requests, query_lens, last_rows.tolist(), strict=True):
+            request.advance(new, logits[row])
+            self.pool.publish(request.known[: request.num_cached], request.pages)
+        return step
 
     def cache_bytes(self) -> int:
-        pages = sum(len(request.pages) for request in self.requests)
-        return pages * self.config.page_size * self.config.latent_dim * self.config.cache_dtype.itemsize
+        pages = {page for request in self.requests for page in request.pages}
+        return len(pages) * self.config.page_size * self.config.latent_dim * self.config.cache_dtype.itemsize
 
-    def _block_table(self) -> Tensor:
+    def _schedule(self) -> list[tuple[Request, list[int]]]:
+        """Whom to feed what in the next step: decodes first, as the metadata wants them."""
+        decoding = [request for request in self.requests if request.generated and not request.done]
+        prompts = [request for request in self.requests if not request.generated]
+        if self.chunk_tokens is not None:
+            prompts = prompts[:1]
+            for request in prompts:
+                if not request.pages:  # its first step; the last token is fed in any case, for its logits
+                    request.pages = self.pool.find(request.prompt[:-1])
+                    request.num_cached = len(request.pages) * self.pool.page_size
+        return [(request, request.pending[: self.chunk_tokens]) for request in decoding + prompts]
+
+    def _block_table(self, requests: list[Request]) -> Tensor:
         """int32 [num_reqs, max_pages]"""
-        width = max(len(request.pages) for request in self.requests)
-        rows = [[*request.pages, *[UNUSED_PAGE] * (width - len(request.pages))] for request in self.requests]
+        width = max(len(request.pages) for request in requests)
+        rows = [[*request.pages, *[UNUSED_PAGE] * (width - len(request.pages))] for request in requests]
         return torch.tensor(rows, dtype=torch.int32, device=self.model.device)

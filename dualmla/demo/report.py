@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich import box
@@ -21,7 +21,8 @@ class Run:
     """What one way of decoding gave.
 
     `page_size` is None for the library's own cache. `tokens_per_second` is that of the median decode step. `cache_bytes` is
-    what one token takes in one layer's cache, with its share of the unfilled slots of pages.
+    what one token takes in one layer's cache, with its share of the unfilled slots of pages; a page that requests share counts
+    once. `prompt_tokens` were computed, of all requests; `mixed_steps` had prompt tokens and decodes in one batch.
     """
 
     name: str
@@ -29,6 +30,13 @@ class Run:
     requests: list[Request]
     tokens_per_second: float
     cache_bytes: float
+    prompt_tokens: int
+    mixed_steps: int
+
+    @property
+    def reused_tokens(self) -> int:
+        """Prompt tokens that were not computed: their rows lay in pages of an earlier request."""
+        return sum(len(request.prompt) for request in self.requests) - self.prompt_tokens
 
 
 @dataclass(frozen=True)
@@ -117,7 +125,8 @@ def print_comparison(console: Console, truth: Run, runs: Sequence[Run], config: 
     """
     noise = compare(rounding, truth) if rounding else None
     comparisons = [compare(run, truth) for run in runs]
-    _print_runs(console, truth, ([(rounding, noise)] if rounding and noise else []) + list(zip(runs, comparisons, strict=True)))
+    compared = ([(rounding, noise)] if rounding and noise else []) + list(zip(runs, comparisons, strict=True))
+    _print_runs(console, truth, compared, "mean" if noise else "max")
     _print_cache(console, config)
 
     if noise:
@@ -138,23 +147,28 @@ def print_comparison(console: Console, truth: Run, runs: Sequence[Run], config: 
     return agrees
 
 
-def _print_runs(console: Console, truth: Run, compared: Sequence[tuple[Run, Comparison]]) -> None:
+def _print_runs(console: Console, truth: Run, compared: Sequence[tuple[Run, Comparison]], judged_by: Literal["max", "mean"]) -> None:
     total = sum(len(request.generated) for request in truth.requests)
+    prompts = sum(len(request.prompt) for request in truth.requests)
     table = Table(
-        title=f"{len(truth.requests)} requests, {total} tokens decoded",
-        caption="tokens/s: of the median decode step; the library runs one request at a time. bytes: of a token in one layer's cache.",
+        title=f"{len(truth.requests)} requests, {prompts} tokens of prompts, {total} tokens decoded",
+        caption="error: of a logit. tokens/s: of the median decode step; the library runs one request at a time. "
+        "bytes: of a token in one layer's cache. reused: prompt tokens found in pages of an earlier request. "
+        "mixed: steps with a piece of a prompt beside decodes.",
         title_justify="left",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
+        collapse_padding=True,
     )
     table.add_column("attention", no_wrap=True)
-    for header in ("page\nsize", "same\ntokens", "max logit\nerror", "mean\nerror", "decode\ntokens/s", "cache\nbytes"):
+    error_header = f"{judged_by}\nerror"
+    for header in ("page\nsize", "same\ntokens", error_header, "tokens\n/s", "cache\nbytes", "tokens\nreused", "mixed\nsteps"):
         table.add_column(header, justify="right", no_wrap=True)
-    table.add_row(truth.name, "", "", "", "", *_figures(truth))
+    table.add_row(truth.name, "", "", "", *_figures(truth))
     for run, comparison in compared:
-        errors = f"{comparison.max_difference:.1e}", f"{comparison.mean_difference:.1e}"
-        table.add_row(run.name, str(run.page_size or ""), f"{comparison.same_tokens}/{total}", *errors, *_figures(run))
+        error = comparison.max_difference if judged_by == "max" else comparison.mean_difference
+        table.add_row(run.name, str(run.page_size or ""), f"{comparison.same_tokens}/{total}", f"{error:.1e}", *_figures(run))
     console.print(table)
 
 
@@ -179,8 +193,8 @@ def _print_disagreement(console: Console, truth: Run, run: Run, comparison: Comp
         )
 
 
-def _figures(run: Run) -> tuple[str, str]:
-    return f"{run.tokens_per_second:.1f}", f"{run.cache_bytes:.0f}"
+def _figures(run: Run) -> tuple[str, ...]:
+    return f"{run.tokens_per_second:.1f}", f"{run.cache_bytes:.0f}", str(run.reused_tokens), str(run.mixed_steps)
 
 
 def _name(dtype: torch.dtype) -> str:
