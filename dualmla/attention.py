@@ -116,14 +116,17 @@ class MLAImpl:
             kv_cache: [num_pages, page_size, latent_dim], written in place.
             meta: of this batch, decodes first.
             k_scale: what an fp8 cache is divided by.
-            output: written in place and returned when given.
+            output: [T, num_heads * v_head_dim], written in place and returned when given.
 
         Returns:
-            [T, num_heads * v_head_dim].
+            [T, num_heads * v_head_dim], every row written; rows of padding are 0.
 
         Raises:
-            ValueError, TypeError: naming the argument; nothing is written then, and neither when
+            ValueError, TypeError: naming the argument, its value and what is allowed.
+            RuntimeError: the metadata is stale.
             BackendUnavailable: a forced backend can't do this batch.
+
+            Whatever is raised of these, nothing has been written.
         """
         if torch.compiler.is_compiling():
             if output is None:

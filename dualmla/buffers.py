@@ -62,6 +62,7 @@ class MetadataBuffers:
         return self._rows[field][:length]
 
     def slots(self, num_tokens: int) -> torch.Tensor:
+        """int64 [num_tokens], the slots of the first tokens; shorter where `reserve_tokens` made no room."""
         return self._slots[:num_tokens]
 
     def reserve_tokens(self, num_tokens: int) -> None:

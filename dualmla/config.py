@@ -76,7 +76,7 @@ class MLAConfig:
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """`kv_cache_dtype` with None resolved."""
+        """`kv_cache_dtype`, typed as what it is once a config is made: never None."""
         return self.kv_cache_dtype or self.dtype
 
 

@@ -19,7 +19,7 @@ from dualmla.buffers import MetadataBuffers, PlanBuffers
 from dualmla.config import MLAConfig
 from dualmla.lengths import BatchCounts
 from dualmla.metadata import MLAMetadata, metadata_of
-from dualmla.validation import checked_device
+from dualmla.validation import check_count, checked_device
 
 T = TypeVar("T")
 
@@ -66,8 +66,7 @@ class MLAGraphState:
             ("max_num_pages_per_seq", max_num_pages_per_seq),
             ("max_query_len", max_query_len),
         ):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
+            check_count(name, value, least=1)
         self.cfg = cfg
         self.device = checked_device(device)
         self.max_batch_size = max_batch_size

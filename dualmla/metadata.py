@@ -28,7 +28,7 @@ from dualmla.buffers import (
 )
 from dualmla.config import MLAConfig
 from dualmla.lengths import BatchCounts, Lengths, bound_batch, count_batch, host_lengths
-from dualmla.validation import check_index_tensor, check_seq_lens, checked_device, reads_allowed
+from dualmla.validation import check_count, check_index_tensor, check_seq_lens, checked_device, reads_allowed
 
 if TYPE_CHECKING:
     from dualmla.buffers import SplitPlan
@@ -99,14 +99,17 @@ class MLAMetadata:
 
     @property
     def num_reqs(self) -> int:
+        """Requests of both kinds, padding of a captured batch included."""
         return self.seq_lens.shape[0]
 
     @property
     def num_prefills(self) -> int:
+        """Requests behind the decodes, which take the prefill path."""
         return self.num_reqs - self.num_decodes
 
     @property
     def device(self) -> torch.device:
+        """Where every tensor of it lies."""
         return self.seq_lens.device
 
     def __post_init__(self) -> None:
@@ -200,6 +203,9 @@ class MLAMetadataBuilder:
         max_num_pages_per_seq: most pages a request.
         max_num_tokens: most new tokens a batch; None: no limit, the slots grow with the largest batch met.
         decode_threshold: the leading requests of at most this many new tokens take the decode path.
+
+    Raises:
+        ValueError: a number that is no int of at least 1.
     """
 
     def __init__(
@@ -212,14 +218,13 @@ class MLAMetadataBuilder:
         max_num_tokens: int | None = None,
         decode_threshold: int = 1,
     ) -> None:
-        for name, value, least in (
-            ("max_num_seqs", max_num_seqs, 1),
-            ("max_num_pages_per_seq", max_num_pages_per_seq, 1),
-            ("max_num_tokens", 1 if max_num_tokens is None else max_num_tokens, 1),
-            ("decode_threshold", decode_threshold, 1),
+        for name, value in (
+            ("max_num_seqs", max_num_seqs),
+            ("max_num_pages_per_seq", max_num_pages_per_seq),
+            ("max_num_tokens", 1 if max_num_tokens is None else max_num_tokens),
+            ("decode_threshold", decode_threshold),
         ):
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")
+            check_count(name, value, least=1)
         self.cfg = cfg
         self.device = checked_device(device)
         self.max_num_seqs = max_num_seqs
@@ -304,11 +309,13 @@ def decode_metadata(
         page_size: tokens a page.
         device: where attention will run.
 
+    Returns:
+        Metadata in memory of its own, which stays valid; its `plan` is None.
+
     Raises:
         ValueError, TypeError: naming the argument, its value and what is allowed.
     """
-    if not isinstance(page_size, int) or page_size < 1:
-        raise ValueError(f"page_size must be an int of at least 1, got {page_size!r}")
+    check_count("page_size", page_size, least=1)
     device = checked_device(device)
     if not isinstance(block_table, torch.Tensor):
         raise TypeError(f"block_table must be an int32 tensor, got {type(block_table).__name__}")

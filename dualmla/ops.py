@@ -194,6 +194,7 @@ def concat_and_cache_mla(
 
     Raises:
         ValueError, TypeError: naming the argument, its value and what is allowed; nothing is written then.
+        BackendUnavailable: a forced backend can't be used on this device.
     """
     if torch.compiler.is_compiling():
         torch.ops.dualmla.concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, *scale_arguments(k_scale), backend)
@@ -235,6 +236,7 @@ def gather_kv_cache(
 
     Raises:
         ValueError, TypeError: naming the argument, its value and what is allowed; nothing is written then.
+        BackendUnavailable: a forced backend can't be used on this device.
     """
     if torch.compiler.is_compiling():
         torch.ops.dualmla.gather_kv_cache(kv_cache, block_table, cu_seqlens, seq_starts, out, *scale_arguments(k_scale), backend)
@@ -275,6 +277,7 @@ def merge_attn_states(
 
     Raises:
         ValueError, TypeError: naming the argument, its value and what is allowed; nothing is launched then.
+        BackendUnavailable: a forced backend can't be used on this device.
     """
     if torch.compiler.is_compiling():
         merged, merged_lse = torch.ops.dualmla.merge_attn_states(out_a, lse_a, out_b, lse_b, None if out is None else out.dtype, backend)

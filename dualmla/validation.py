@@ -167,10 +167,10 @@ def check_packed(name: str, cu_seqlens: torch.Tensor, num_tokens: int, max_seqle
         raise ValueError(f"{name} has a request of {max(lengths)} tokens, longer than its max_seqlen={max_seqlen}")
 
 
-def check_count(name: str, value: object) -> int:
-    """An int of at least 0."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{name} must be an int of at least 0, got {value!r}")
+def check_count(name: str, value: object, *, least: int = 0) -> int:
+    """An int of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")
     return value
 
 

@@ -12,11 +12,10 @@ from dualmla.backends.triton import TritonMLABackend
 from dualmla.config import FLOAT8_DTYPES, MLAConfig
 from dualmla.metadata import MLAMetadata, MLAMetadataBuilder
 from dualmla.selection import select_backend
-from dualmla.validation import checked_device
+from dualmla.validation import check_count, checked_device
 
 PROMPT = 64
 """New tokens of the prefills that `warmup` runs, beyond those of a decode: long enough to go the way of prefills."""
-
 
 SMALL_TENSORS = 2**16
 """Index tensors of the pieces of context, and what an allocator rounds up: a few hundred bytes each."""
@@ -31,6 +30,7 @@ def warmup(
     without and with context.
 
     Arguments:
+        cfg: the layer.
         device: where attention will run; its current stream is used, and waited for.
         batch_sizes: requests of the decodes to come; a captured size and one that is not a multiple of 16 may be compiled
             differently.
@@ -109,11 +109,13 @@ def workspace_bytes(
     max_num_seqs: int = 256,
     context_workspace_tokens: int | None = None,
 ) -> int:
-    """The most memory that one `forward` takes at a time beside its arguments and its output: an upper bound.
+    """Bytes of memory that one `forward` takes at most, at a time, beside its arguments and its output: an upper bound.
 
     Of the shared forward and our own kernels; scratch that AITER allocates for itself is not in it.
 
     Arguments:
+        cfg: the layer.
+        device: where attention will run.
         max_num_tokens: new tokens of a step.
         max_num_seqs: requests of a step.
         context_workspace_tokens: as the impl is given it.
@@ -122,8 +124,7 @@ def workspace_bytes(
         ValueError: a number that is no int of at least 1.
     """
     for name, value in (("max_num_tokens", max_num_tokens), ("max_num_seqs", max_num_seqs)):
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
+        check_count(name, value, least=1)
     device = checked_device(device)
     chunk = default_workspace_tokens(cfg) if context_workspace_tokens is None else context_workspace_tokens
     tokens, heads, size = max_num_tokens, cfg.num_heads, cfg.dtype.itemsize

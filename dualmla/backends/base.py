@@ -188,14 +188,17 @@ class MLABackend:
 
     @classmethod
     def get_metadata_cls(cls) -> type[MLAMetadata]:
+        """What `build` returns and `forward` takes: one class for all backends."""
         return MLAMetadata
 
     @classmethod
     def get_builder_cls(cls) -> type[MLAMetadataBuilder]:
+        """`get_builder_cls()(cfg, device, ...).build(block_table, seq_lens, query_lens)`, once a step."""
         return MLAMetadataBuilder
 
     @classmethod
     def get_state_cls(cls) -> type[MLAGraphState]:
+        """What owns the metadata of captured decodes: `get_state_cls()(cfg, device, max_batch_size=..., ...)`."""
         return MLAGraphState
 
     @classmethod

@@ -115,7 +115,7 @@ def exact_decode(inputs: DecodeInputs, *, softmax_scale: float | None = None, sh
     out = torch.zeros(tokens, heads, rank, dtype=torch.float64, device=q.device)
     lse = torch.full((heads, tokens), -math.inf, dtype=torch.float64, device=q.device)
     out_allowed, lse_allowed = torch.zeros_like(out), torch.zeros_like(lse)
-    first, squares = 0, 0.0
+    first, rms = 0, 0.0
     for request, (new, length) in enumerate(zip(case.new_tokens, case.seq_lens, strict=True)):
         rows = latent_rows(inputs.kv_cache, inputs.meta.block_table[request], length)[:, None].double() * (case.k_scale or 1.0)
         part = slice(first, first + new)
@@ -123,5 +123,5 @@ def exact_decode(inputs: DecodeInputs, *, softmax_scale: float | None = None, sh
         out[part], lse[:, part] = exact.out, exact.lse
         out_allowed[part], lse_allowed[:, part] = exact.out_allowed, exact.lse_allowed
         first += new
-        squares = max(squares, exact.value_rms)
-    return Exact(out, lse, out_allowed, lse_allowed, squares)
+        rms = max(rms, exact.value_rms)
+    return Exact(out, lse, out_allowed, lse_allowed, rms)
