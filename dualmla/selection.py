@@ -105,7 +105,7 @@ def select_backend(cfg: MLAConfig, device: torch.device | str | None = None, bac
     if not os.environ.get("DUALMLA_SHADOW"):
         return chosen
     # Shadow mode stands above this module, on the judge and the repro files; nothing of it is imported until it is asked for.
-    watched: type[MLABackend] = importlib.import_module("dualmla.differential.shadow").from_environment(chosen, device)
+    watched: type[MLABackend] = importlib.import_module("dualmla.differential.environment").from_environment(chosen, device)
     return watched
 
 

@@ -16,6 +16,7 @@ from dualmla.differential.problems import (
     MergeProblem,
     PrefillProblem,
     Problem,
+    ReplayProblem,
 )
 from dualmla.testing import QUICK_GRID, DecodeCase
 from dualmla.testing.layer import LayerCase
@@ -46,6 +47,10 @@ def _quick() -> list[Draw]:
         LayerCase(seq_lens=(40, 20, 33, 2), query_lens=(2, 1, 9, 2), decode_threshold=2, padding_tokens=3, page_size=3),
         LayerCase(seq_lens=(70, 35), query_lens=(1, 3), shared_pages=2, dtype=torch.float32, strided=True),
     )
+    replays = (
+        ReplayProblem.of(LayerCase(seq_lens=(9, 5, 20), query_lens=(1, 1, 1)), 8),
+        ReplayProblem.of(LayerCase(seq_lens=(40, 2), query_lens=(2, 1), page_size=1), 3),
+    )
     writes = (
         CacheCase(num_tokens=20, skipped=(0, 7)),
         CacheCase(num_tokens=5, padding_tokens=2, page_size=1, dtype=torch.float16, strided=True),
@@ -59,6 +64,7 @@ def _quick() -> list[Draw]:
         *_decodes(QUICK_GRID),
         *(lambda case=case: PrefillProblem.draw(case) for case in prefills),
         *(lambda case=case: LayerProblem(case) for case in layers),
+        *(lambda problem=problem: problem for problem in replays),
         *(lambda case=case: CacheProblem.draw(case) for case in writes),
         *(lambda case=case: MergeProblem.draw(case) for case in merges),
     ]
@@ -131,7 +137,7 @@ def random_problems(seed: int, *, most_work: int = 40_000) -> Iterator[Draw]:
 
 
 def _random_problem(rng: random.Random, most_work: int) -> Problem:
-    kind = rng.choices(("decode", "prefill", "forward", "cache", "merge"), (70, 10, 10, 5, 5))[0]
+    kind = rng.choices(("decode", "prefill", "forward", "replay", "cache", "merge"), (68, 10, 9, 3, 5, 5))[0]
     match kind:
         case "decode":
             return DecodeProblem.draw(_random_decode(rng, most_work))
@@ -166,6 +172,17 @@ def _random_problem(rng: random.Random, most_work: int) -> Problem:
                     seed=rng.randrange(1 << 32),
                 )
             )
+        case "replay":
+            new = [rng.choice((1, 1, 2, 3)) for _ in range(rng.randint(2, 5))]
+            case = LayerCase(
+                num_heads=rng.choice((1, 2, 3)),
+                seq_lens=tuple(n + _length(rng, 130) for n in new),
+                query_lens=tuple(new),
+                page_size=rng.choice((1, 3, 16)),
+                dtype=rng.choice(DTYPES),
+                seed=rng.randrange(1 << 32),
+            )
+            return ReplayProblem.of(case, len(new) + rng.randint(0, 3))
         case "cache":
             tokens = rng.randint(1, 40)
             fp8 = rng.random() < 0.4

@@ -13,13 +13,9 @@ are; `replayed` samples it right after a replay, and `watch_graphs` calls that f
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import logging
 import math
-import os
 import random
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -35,7 +31,7 @@ from dualmla.backends.base import BackendUnavailable, MLABackend
 from dualmla.differential import repro
 from dualmla.differential.machine import device_name, versions
 from dualmla.differential.problems import Result
-from dualmla.differential.snapshot import DecodeSeen, Snapshot
+from dualmla.differential.snapshot import DecodeSeen, Snapshot, on_host
 from dualmla.differential.verdict import Finding, Verdict
 from dualmla.graph import DecodeGraphs
 from dualmla.metadata import MLAMetadata
@@ -67,11 +63,13 @@ class Counts:
     """By backend: divergences in which float64 found it wrong. A divergence may have none: the screen is coarser."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Pending:
+    """A comparison under way, or (flag None) a divergence on its way to the host."""
+
     snapshot: Snapshot
     second: Result
-    flag: torch.Tensor
+    flag: torch.Tensor | None
     ready: Callable[[], bool]
 
 
@@ -115,6 +113,7 @@ class Shadow:
         self._stream: torch.cuda.Stream | None = None
         self._primary = ""
         self._judging = threading.Lock()
+        self._device_name = ""
 
     def watch(self, backend: type[MLABackend]) -> type[MLABackend]:
         """`backend`, with its decodes watched; its layers too."""
@@ -156,9 +155,10 @@ class Shadow:
 
     def drain(self) -> Counts:
         """Wait for every comparison, and return the counts."""
-        if self._stream is not None:
-            self._stream.synchronize()
-        self._collect()
+        while self._pending:
+            if self._stream is not None:
+                self._stream.synchronize()
+            self._collect()
         for thread in self._threads:
             thread.join()
         self._threads.clear()
@@ -198,6 +198,7 @@ class Shadow:
             return
         window = slice(first, min(first + room, call.meta.num_reqs))
         try:
+            self._device_name = self._device_name or device_name(call.q.device)
             second = backend_for_device(call.q.device, self.second)
             snapshot = Snapshot.take(call, window, tokens)
             self._pending.append(self._compare(snapshot, second))
@@ -205,7 +206,7 @@ class Shadow:
             self.counts.skipped[str(refusal)] += 1
             return
         self.counts.sampled += 1
-        if not call.q.is_cuda:
+        while self._pending and not call.q.is_cuda:
             self._collect()
 
     def _known_lengths(self, call: DecodeSeen) -> list[int] | None:
@@ -215,8 +216,7 @@ class Shadow:
             lens = call.meta.seq_lens
             if not lens.is_cuda:
                 return [int(n) for n in lens.tolist()]
-            on_host = torch.empty(lens.shape, dtype=lens.dtype, pin_memory=True).copy_(lens, non_blocking=True)
-            self._lengths = (on_host, _event())
+            self._lengths = (on_host(lens), _event())
         return known
 
     def _compare(self, snapshot: Snapshot, second: type[MLABackend]) -> _Pending:
@@ -229,23 +229,34 @@ class Shadow:
         snapshot.used_on(self._stream)
         with torch.cuda.stream(self._stream):
             result = snapshot.run(second)
-            flag = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(snapshot.differs(result).any(), non_blocking=True)
-            return _Pending(snapshot, result, flag, _event())
+            return _Pending(snapshot, result, on_host(snapshot.differs(result).any()), _event())
 
     def _collect(self) -> None:
-        """Look at the comparisons that have ended."""
-        waiting = []
-        for pending in self._pending:
-            if not pending.ready():
-                waiting.append(pending)
-            elif not bool(pending.flag):
-                self.counts.agreed += 1
-            else:
+        """Look at what has ended."""
+        pending, self._pending = self._pending, []
+        for one in pending:
+            if not one.ready():
+                self._pending.append(one)
+            elif one.flag is None:
+                self._start_judging(one)
+            elif bool(one.flag):
                 self.counts.diverged += 1
-                thread = threading.Thread(target=self._judge, args=(pending,), name="dualmla-shadow", daemon=True)
-                self._threads = [old for old in self._threads if old.is_alive()] + [thread]
-                thread.start()
-        self._pending = waiting
+                self._pending.append(self._bring_home(one))
+            else:
+                self.counts.agreed += 1
+
+    def _bring_home(self, pending: _Pending) -> _Pending:
+        """To the host, so that the judging thread need not speak to the device: that could break a capture of the engine's."""
+        if self._stream is None:
+            return replace(pending, flag=None)
+        with torch.cuda.stream(self._stream):
+            second = Result(on_host(pending.second.out), None if pending.second.lse is None else on_host(pending.second.lse))
+            return _Pending(pending.snapshot.on_host(), second, None, _event())
+
+    def _start_judging(self, pending: _Pending) -> None:
+        thread = threading.Thread(target=self._judge, args=(pending,), name="dualmla-shadow", daemon=True)
+        self._threads = [old for old in self._threads if old.is_alive()] + [thread]
+        thread.start()
 
     def _judge(self, pending: _Pending) -> None:
         """On a thread of its own, one at a time: which of the two is wrong, said, counted and saved."""
@@ -264,9 +275,9 @@ class Shadow:
             logger.warning("shadow: %s and %s diverge in decode %s: %s", self._primary, self.second, problem.title, told)
             if self.save is not None and verdicts and self.counts.saved < self.most_repros:
                 self.counts.saved += 1
-                device = pending.snapshot.q.device
-                made = {**versions(), "device": device_name(device), "found": "shadow mode"}
-                logger.warning("shadow: saved %s", repro.save(self.save, problem, verdicts[0], device=device.type, made=made))
+                place = pending.snapshot.seen.q.device.type
+                made = {**versions(), "device": self._device_name, "found": "shadow mode"}
+                logger.warning("shadow: saved %s", repro.save(self.save, problem, verdicts[0], device=place, made=made))
 
 
 class WatchedGraphs(Generic[T]):
@@ -288,50 +299,6 @@ class WatchedGraphs(Generic[T]):
         result = self._graphs.replay_again()
         self._shadow.replayed(self._last)
         return result
-
-
-def from_environment(backend: type[MLABackend], device: torch.device) -> type[MLABackend]:
-    """`backend`, watched as `DUALMLA_SHADOW` says: the share of decodes, above 0 and at most 1.
-
-    The second backend is triton; where triton runs, it is aiter, or where that can't run the reference on a CPU and none on
-    a GPU (the reference would stall it). Repros go to `dualmla-shadow` in the directory for temporary files.
-
-    Raises:
-        ValueError: the variable is no such number.
-    """
-    value = os.environ["DUALMLA_SHADOW"]
-    try:
-        share = float(value)
-    except ValueError:
-        share = 0.0
-    if not 0 < share <= 1:
-        raise ValueError(f"DUALMLA_SHADOW is {value!r}; it must be a share of calls, above 0 and at most 1, such as 0.001")
-    key = (backend, device, share)
-    if key not in _from_environment:
-        second = _second(backend, device)
-        _from_environment[key] = backend if second is None else _watched(backend, second, share)
-    return _from_environment[key]
-
-
-_from_environment: dict[tuple[type[MLABackend], torch.device, float], type[MLABackend]] = {}
-
-
-def _watched(backend: type[MLABackend], second: str, share: float) -> type[MLABackend]:
-    save = Path(tempfile.gettempdir()) / "dualmla-shadow"
-    shadow = Shadow(second, share=share, save=save)
-    atexit.register(shadow.drain)
-    logger.warning("shadow: %g of the decodes of %s run again on %s; divergences go to %s", share, backend.name, second, save)
-    return shadow.watch(backend)
-
-
-def _second(backend: type[MLABackend], device: torch.device) -> str | None:
-    names = ["triton", "aiter", *(["reference"] if device.type == "cpu" else [])]
-    for name in names:
-        with contextlib.suppress(BackendUnavailable):
-            if name != backend.name and backend_for_device(device, name):
-                return name
-    logger.warning("shadow: DUALMLA_SHADOW is set, but on %s nothing can run beside %s", device, backend.name)
-    return None
 
 
 def _event() -> Callable[[], bool]:

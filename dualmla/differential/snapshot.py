@@ -110,11 +110,17 @@ class Snapshot:
         scale = self.k_scale.float() if isinstance(self.k_scale, torch.Tensor) else self.k_scale
         columns = self.pages.shape[0] // max(self.num_reqs, 1)
         keys = columns * seen.meta.page_size
-        rows = self.pages.view(self.num_reqs, keys, dim).float() * scale
+        pages = self.pages if self.pages.dtype.itemsize > 1 else self.pages.to(torch.bfloat16)  # norms know no fp8
+        rows = pages.view(self.num_reqs, keys, dim)
         live = torch.arange(keys, device=rows.device) < self.seq_lens[:, None]
-        rows = torch.where(live[..., None], rows, 0.0)
-        largest = rows[..., :rank].abs().amax((1, 2)).repeat_interleave(n)[:, None, None]
-        norm = rows.square().sum(-1).amax(-1).sqrt().repeat_interleave(n)
+
+        def most(part: torch.Tensor, order: float) -> torch.Tensor:
+            """The largest norm of a live row of each request, for each of its queries: [R * n]."""
+            norms = torch.linalg.vector_norm(part, order, -1, dtype=torch.float32)
+            return torch.where(live, norms, 0.0).amax(1).mul(scale).repeat_interleave(n)
+
+        largest = most(rows[..., :rank], float("inf"))[:, None, None]
+        norm = most(rows, 2.0)
         size = seen.softmax_scale * self.q.float().square().sum(-1).amax(-1).sqrt() * norm
         score = torch.expm1((dim**0.5 + 4) * U32 * size) + (keys**0.5 + 8) * U32
         unit = torch.finfo(self.out.dtype).eps / 2
@@ -128,7 +134,7 @@ class Snapshot:
         return torch.logical_and(apart, self.valid)
 
     def problem(self) -> DecodeProblem:
-        """The copy as a problem on the CPU, for the judge and for a file. Waits for the device."""
+        """The copy as a problem on the CPU, for the judge and for a file. Waits for the device, unless it is `on_host`."""
         seen = self.seen
         n, page_size = seen.meta.max_query_len, seen.meta.page_size
         valid = self.valid.view(self.num_reqs, n).cpu()
@@ -155,7 +161,7 @@ class Snapshot:
         return DecodeProblem(DecodeValues(case, torch.cat(own) if own else q[:0, 0], tuple(pages[r, : lens[r]] for r in fitting)))
 
     def result(self) -> Result:
-        """What the backend that ran returned, for the rows of `problem`. Waits for the device."""
+        """What the backend that ran returned, for the rows of `problem`. Waits for the device, unless it is `on_host`."""
         valid = self.valid.cpu()
         return Result(self.out.cpu()[valid], None if self.lse is None else self.lse.cpu()[:, valid])
 
@@ -164,3 +170,23 @@ class Snapshot:
         for tensor in (self.q, self.out, self.lse, self.pages, self.seq_lens, self.valid, self.k_scale):
             if isinstance(tensor, torch.Tensor):
                 tensor.record_stream(stream)
+
+    def on_host(self) -> Snapshot:
+        """The copy in pinned memory, there once the current stream has got this far."""
+        return Snapshot(
+            self.seen,
+            on_host(self.q),
+            on_host(self.out),
+            None if self.lse is None else on_host(self.lse),
+            on_host(self.pages),
+            on_host(self.seq_lens),
+            on_host(self.valid),
+            on_host(self.k_scale) if isinstance(self.k_scale, torch.Tensor) else self.k_scale,
+        )
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in pinned memory, there once the current stream has got this far; a tensor of the CPU as it is."""
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

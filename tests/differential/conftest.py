@@ -10,9 +10,13 @@ from dualmla import selection
 FAULTS_FILE = Path(__file__).parent / "faults.py"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def faulty():
-    """The registry of backends, the faulty ones of faults.py registered."""
-    if "fault-sound" not in selection._registry:
-        runpy.run_path(str(FAULTS_FILE))
-    return selection._registry
+    """The registry of backends with the faulty ones of faults.py; as it was afterwards."""
+    before = dict(selection._registry)
+    runpy.run_path(str(FAULTS_FILE))
+    yield selection._registry
+    selection._registry.clear()
+    selection._registry.update(before)
+    selection._choose.cache_clear()
+    selection._candidates.cache_clear()

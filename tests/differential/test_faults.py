@@ -5,9 +5,19 @@ import itertools
 import pytest
 import torch
 
+from dualmla.buffers import MetadataBuffers
 from dualmla.differential.grids import random_problems
 from dualmla.differential.judge import judge
-from dualmla.differential.problems import CacheCase, CacheProblem, DecodeProblem, LayerProblem, MergeCase, MergeProblem, PrefillProblem
+from dualmla.differential.problems import (
+    CacheCase,
+    CacheProblem,
+    DecodeProblem,
+    LayerProblem,
+    MergeCase,
+    MergeProblem,
+    PrefillProblem,
+    ReplayProblem,
+)
 from dualmla.differential.shrink import shrink
 from dualmla.differential.verdict import CONTRACTS
 from dualmla.testing import DecodeCase
@@ -88,9 +98,28 @@ def test_triton_is_never_accused(part):
         assert verdict.status == "pass", verdict
 
 
+def test_a_replay_that_leaves_the_tail_of_a_bigger_batch_is_found(faulty, monkeypatch):
+    """The lengths of the first batch stay where the second has no request."""
+    problem = ReplayProblem.of(LayerCase(seq_lens=(9, 5), query_lens=(1, 1)), 3)
+    assert judge(problem, "fault-sound").status == "pass"
+    right = MetadataBuffers.write
+    seen = []
+
+    def forgets(self, block_table, seq_lens, query_lens, **rest):
+        if self.table is not None and seq_lens.shape[0] and seen:
+            block_table, seq_lens, query_lens = seen[0]
+        elif seq_lens.shape[0]:
+            seen.append((block_table, seq_lens, query_lens))
+        right(self, block_table, seq_lens, query_lens, **rest)
+
+    monkeypatch.setattr(MetadataBuffers, "write", forgets)
+    assert judge(problem, "fault-sound").kind == "unwritten"
+
+
 SPOILT = [
     (PrefillProblem.draw(PrefillCase(query_lens=(5, 3), key_lens=(9, 3), padding_tokens=1)), "mla_prefill", {"out": 1}),
     (LayerProblem(LayerCase(seq_lens=(9, 5), query_lens=(1, 5))), "mla_prefill", {"out": 1}),
+    (ReplayProblem.of(LayerCase(seq_lens=(9, 5, 20), query_lens=(1, 2, 1)), 4), "mla_decode", {"out": 1}),
     (CacheProblem.draw(CacheCase(skipped=(2,))), "concat_and_cache_mla", {"kv_cache": 1}),
     (MergeProblem.draw(MergeCase(empty_a=(1,))), "merge_attn_states", {"out": 1}),
 ]

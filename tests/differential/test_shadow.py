@@ -9,7 +9,7 @@ import torch
 
 import dualmla
 from dualmla.backends.reference import ReferenceMLABackend
-from dualmla.differential import repro, shadow
+from dualmla.differential import environment, repro
 from dualmla.differential.judge import judge
 from dualmla.differential.shadow import Shadow
 from dualmla.differential.snapshot import DecodeSeen, Snapshot
@@ -167,8 +167,8 @@ def test_graphs_replay_as_before(faulty):
 
 
 def test_the_environment_turns_it_on(monkeypatch, faulty, tmp_path):
-    monkeypatch.setattr(shadow.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(shadow, "_from_environment", {})
+    monkeypatch.setattr(environment.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(environment, "_from_environment", {})
     cfg = dualmla.MLAConfig(num_heads=2, softmax_scale=0.1)
     monkeypatch.setenv("DUALMLA_SHADOW", "0.5")
     chosen = dualmla.select_backend(cfg, "cpu", "fault-sound")
@@ -201,3 +201,50 @@ def test_a_call_that_is_not_sampled_costs_little():
 
     watched = Shadow("reference", share=1e-9).watch(Nothing)
     assert min(seconds(watched) for _ in range(3)) - min(seconds(Nothing) for _ in range(3)) < 20e-6
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_eager_and_replayed_decodes_are_sampled_without_a_wait(faulty, tmp_path):
+    """A wrong layer over Triton, eager and in a graph: no sync on the engine's path, divergences found in both."""
+
+    class Halved(faulty["triton"]):
+        name = "halved"
+
+        @classmethod
+        def get_impl_cls(cls):
+            return type("Layer", (super().get_impl_cls(),), {"ops": cls})
+
+        @classmethod
+        def mla_decode(cls, q, kv_cache, meta, softmax_scale, *, out, **rest):
+            super().mla_decode(q, kv_cache, meta, softmax_scale, out=out, **rest)
+            out.mul_(0.5)
+
+    case = LayerCase(seq_lens=(300, 70), query_lens=(1, 1), num_heads=16)
+    cfg = case.config
+    watcher = Shadow("triton", share=1.0, per_second=1e9, save=tmp_path)
+    backend = watcher.watch(Halved)
+    inputs = make_layer_inputs(case, "cuda")
+    layer = backend.get_impl_cls()(cfg, inputs.w_uk, inputs.w_uv)
+    arguments = (inputs.q, inputs.kv_c, inputs.k_pe, inputs.kv_cache)
+    layer.forward(*arguments, inputs.meta, output=inputs.output)  # compiled, and the lengths asked for
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            layer.forward(*arguments, inputs.meta, output=inputs.output)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    eager = watcher.drain()
+    assert eager.diverged >= 1
+    assert eager.wrong["halved"] == eager.diverged
+
+    def step(meta):
+        return layer.forward(*arguments, meta, output=inputs.output)
+
+    graphs = watcher.watch_graphs(DecodeGraphs(MLAGraphState(cfg, "cuda", max_batch_size=2, max_num_pages_per_seq=64), [2], step), [2])
+    before = watcher.drain().diverged
+    for _ in range(4):
+        graphs.replay(inputs.meta.decode_metadata)
+        torch.cuda.synchronize()
+    assert watcher.drain().diverged > before
+    assert list(tmp_path.glob("*.safetensors"))

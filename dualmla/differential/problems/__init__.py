@@ -12,9 +12,10 @@ from dualmla.differential.problems.decode import DecodeProblem
 from dualmla.differential.problems.layer import LayerProblem
 from dualmla.differential.problems.merge import MergeCase, MergeProblem
 from dualmla.differential.problems.prefill import PrefillProblem
+from dualmla.differential.problems.replay import ReplayProblem
 
 OPERATIONS: dict[str, type[Problem]] = {
-    kind.operation: kind for kind in (DecodeProblem, PrefillProblem, LayerProblem, CacheProblem, MergeProblem)
+    kind.operation: kind for kind in (DecodeProblem, PrefillProblem, LayerProblem, ReplayProblem, CacheProblem, MergeProblem)
 }
 """By the name that repro files and reports use."""
 
@@ -29,6 +30,7 @@ __all__ = [
     "MergeProblem",
     "PrefillProblem",
     "Problem",
+    "ReplayProblem",
     "Result",
     "unpack",
 ]

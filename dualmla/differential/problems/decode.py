@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from dualmla.backends.base import BackendUnavailable
 from dualmla.differential.problems.base import Problem, Result
 from dualmla.differential.problems.fields import from_fields, to_fields
 from dualmla.differential.verdict import Kind
@@ -173,7 +174,11 @@ class DecodeCall:
     inputs: DecodeInputs
 
     def run(self, backend: str | None) -> Result:
-        return Result(*run_decode(self.inputs, backend))
+        """With the LSE; without, where the backend can do the call but not that."""
+        try:
+            return Result(*run_decode(self.inputs, backend))
+        except BackendUnavailable:
+            return Result(*run_decode(replace(self.inputs, case=replace(self.inputs.case, return_lse=False)), backend))
 
     def exact(self, *, softmax_scale: float | None = None, shift: int = 0) -> Exact:
         return exact_decode(self.inputs, softmax_scale=softmax_scale, shift=shift)
