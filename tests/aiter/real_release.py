@@ -13,7 +13,7 @@ import torch
 torch.version.hip = "6.4.43482"
 torch.cuda.get_device_properties = lambda device: SimpleNamespace(gcnArchName="gfx942:sramecc+", multi_processor_count=4)
 
-from case import SCALE, Case  # noqa: E402
+from aiter_case import SCALE, Case  # noqa: E402
 
 import dualmla  # noqa: E402
 from dualmla.backends.aiter import launch, probe  # noqa: E402

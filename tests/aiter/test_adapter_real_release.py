@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import extensions
+import aiter_extensions as extensions
 import pytest
 
 from dualmla.backends.aiter.signatures import read_signature
