@@ -12,8 +12,8 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 JOBS ?= 2
 ARGS ?=
-# Debian packages that the tests need; installed where there is apt and the right to use it.
-APT_PACKAGES ?=
+# Debian packages that the tests need (LLVM disassembles AMD code); installed where there is apt and the right to use it.
+APT_PACKAGES ?= llvm-22
 
 # A torch that the machine came with knows its GPU. The environment then sees the packages beside that torch, whether
 # PYTHON is the system's or itself in a virtual environment (which --system-site-packages would look past).
