@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import aiter_stand_in as stand_in
 import pytest
-import stand_in
 import torch
 
 from dualmla import AiterMLABackend, BackendUnavailable, MLAConfig, decode_metadata, explain, select_backend, selection
@@ -73,7 +73,7 @@ def no_aiter_left() -> Iterator[None]:
         del sys.modules[name]
 
 
-WORKS = {"__init__.py": "from . import mla", "mla.py": "import stand_in; globals().update(vars(stand_in.module('S2')))"}
+WORKS = {"__init__.py": "from . import mla", "mla.py": "import aiter_stand_in as stand_in; globals().update(vars(stand_in.module('S2')))"}
 
 # AITER.md's table "how an import fails", and what a kernel can do
 FAILURES = {

@@ -7,9 +7,9 @@ import json
 import os
 from pathlib import Path
 
+import aiter_stand_in as stand_in
 import pytest
-import stand_in
-import test_support
+import test_adapter_support
 import torch
 
 from dualmla import AiterMLABackend
@@ -22,7 +22,7 @@ HERE = Machine("0.1.7", "S2", "gfx942", "ROCm 6.4, amdgpu 6.12")
 GOOD = Entry(Shape("decode", 16, 4, False), True, 12, 0.4, 1.5)
 BAD = Entry(Shape("decode", 128, 1, False), False, 3, 7.0, 0.5, "case h128-kv65: out[0, 3, 9] is 0.1, not 0.4")
 FOUND = Certificate(HERE, "2026-09-01T10:00:00+00:00", (GOOD, BAD, Entry(Shape("prefill", 16, 0, True), True, 4, 0.2, 0.1)))
-CALL = test_support.CALL
+CALL = test_adapter_support.CALL
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import stand_in
+import aiter_stand_in as stand_in
 import torch
 
 from dualmla.backends.aiter import launch

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import aiter_stand_in as stand_in
 import pytest
-import stand_in
 import torch
-from case import SCALE, Case
+from aiter_case import SCALE, Case
 
 from dualmla import MLAConfig, MLAGraphState
 from dualmla.backends.aiter import launch

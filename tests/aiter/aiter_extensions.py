@@ -61,7 +61,40 @@ def mla_decode_stage1_asm_fwd(
                 else:
                     splitData[row, split] = value.float()
                     splitLse[row, split, :, 0] = torch.logsumexp(scores, -1).float()
+'''
 
+EMULATED = '''
+"""The first stage as it is: AITER's own code objects, run by our emulator."""
+import numpy as np
+import torch
+
+from dualmla.emulator import Device
+from dualmla.emulator.aiter_kernels import decode
+from dualmla.emulator.aiter_objects import KERNELS, find_code_objects, load_kernel
+
+def bits(x):
+    return x.contiguous().view(torch.int16).numpy().view(np.uint16)
+
+def mla_decode_stage1_asm_fwd(
+    Q, KV, qo_indptr, kv_indptr, kv_page_indices, kv_last_page_lens, num_kv_splits_indptr, work_metadata, work_indptr, work_info_set,
+    max_seqlen_q, softmax_scale, splitData, splitLse, output, q_scale=None, kv_scale=None,
+):
+    one = {16: "mla_dec_stage1_bf16_a16w16_subQ16_mqa16", 128: "mla_dec_stage1_bf16_a16w16_subQ128_mqa128"}
+    name = one[Q.shape[1]] if max_seqlen_q == 1 else "mla_a16w16_qh16_m16x4_n16x1_coex0_mask1"
+    device = Device("gfx942")
+    got = decode(
+        device, load_kernel(find_code_objects(), "gfx942", name), KERNELS[name], q=bits(Q), kv=bits(KV[:, 0, 0]),
+        kv_indptr=kv_indptr.tolist(), kv_indices=kv_page_indices.numpy(), softmax_scale=softmax_scale, query_len=max_seqlen_q,
+        splits=splitData.shape[1], fields={"qo_indptr": device.put(qo_indptr.numpy()).address},
+    )
+    if splitData.dtype == torch.bfloat16:  # AITER handed its output over as the partial buffer
+        splitData[:, 0] = torch.from_numpy(got.out).bfloat16()
+    else:
+        splitData.copy_(torch.from_numpy(got.partial_out))
+    splitLse[..., 0] = torch.from_numpy(got.partial_lse)
+'''
+
+SIGNATURE = """
 TENSORS = "Q KV qo_indptr kv_indptr kv_page_indices kv_last_page_lens".split()
 OPTIONAL = "num_kv_splits_indptr work_metadata work_indptr work_info_set".split()
 mla_decode_stage1_asm_fwd.__doc__ = "mla_decode_stage1_asm_fwd(" + ", ".join(
@@ -70,11 +103,11 @@ mla_decode_stage1_asm_fwd.__doc__ = "mla_decode_stage1_asm_fwd(" + ", ".join(
     + ["max_seqlen_q: int", "softmax_scale: float", "splitData: torch.Tensor", "splitLse: torch.Tensor", "output: torch.Tensor"]
     + ["q_scale: Optional[torch.Tensor] = None", "kv_scale: Optional[torch.Tensor] = None"]
 ) + ") -> None"
-'''
+"""
 
 
-def lay_out(folder: Path) -> dict[str, str]:
-    """Write the extensions and ROCm's tools under `folder`; the environment that makes AITER use them."""
+def lay_out(folder: Path, first_stage: str) -> dict[str, str]:
+    """Write the extensions, the first stage being `MLA` or `EMULATED`, and ROCm's tools; the environment that makes AITER use them."""
     tools, modules = folder / "bin", folder / "jit"
     for directory in (tools, modules):
         directory.mkdir(parents=True)
@@ -82,5 +115,5 @@ def lay_out(folder: Path) -> dict[str, str]:
         (tools / name).write_text(f"#!/bin/sh\necho '{says}'\n")
         (tools / name).chmod(0o755)
     (modules / "module_aiter_enum.py").write_text(ENUM)
-    (modules / "module_mla_asm.py").write_text(MLA)
+    (modules / "module_mla_asm.py").write_text(first_stage + SIGNATURE)
     return {"AITER_JIT_DIR": str(modules), "GPU_ARCHS": "gfx942", "CU_NUM": "304", "TRITON_INTERPRET": "1", "PATH_FIRST": str(tools)}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import types
 
+import aiter_stand_in as stand_in
 import pytest
-import stand_in
-import test_prefill
+import test_adapter_prefill
 
 from dualmla.backends.aiter.signatures import GENERATIONS, UnknownSignature, describe, read_signature
 
@@ -47,7 +47,7 @@ def test_an_unknown_signature_is_refused_with_what_differs(text: str, complaint:
 
 def test_a_prefill_that_does_not_take_our_names_is_none() -> None:
     package = types.ModuleType("aiter")
-    package.flash_attn_varlen_func = test_prefill.flash_attn_varlen_func  # type: ignore[attr-defined]
-    assert describe(package, stand_in.module("S2"), "any").attention is test_prefill.flash_attn_varlen_func
+    package.flash_attn_varlen_func = test_adapter_prefill.flash_attn_varlen_func  # type: ignore[attr-defined]
+    assert describe(package, stand_in.module("S2"), "any").attention is test_adapter_prefill.flash_attn_varlen_func
     package.flash_attn_varlen_func = lambda q, k, v, softmax_scale: None  # type: ignore[attr-defined]
     assert describe(package, stand_in.module("S2"), "any").attention is None

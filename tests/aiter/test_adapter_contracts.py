@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import aiter_stand_in as stand_in
 import pytest
-import stand_in
-import test_prefill
+import test_adapter_prefill
 import torch
 
 import dualmla
@@ -32,7 +32,7 @@ def aiter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
     def pretend(generation: str) -> ModuleType:
         package, mla = ModuleType("aiter"), stand_in.module(generation)
-        package.flash_attn_varlen_func = test_prefill.flash_attn_varlen_func  # type: ignore[attr-defined]
+        package.flash_attn_varlen_func = test_adapter_prefill.flash_attn_varlen_func  # type: ignore[attr-defined]
         monkeypatch.setattr(probe, "usable", lambda device: probe.Usable(describe(package, mla, "stand-in"), "gfx942"))
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4))
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

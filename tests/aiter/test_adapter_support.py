@@ -6,8 +6,8 @@ import dataclasses
 import re
 from typing import Any
 
+import aiter_stand_in as stand_in
 import pytest
-import stand_in
 import torch
 
 from dualmla import MLAConfig

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+import aiter_stand_in as stand_in
 import pytest
-import stand_in
 import torch
-from case import SCALE, UNUSED_PAGE, Case
+from aiter_case import SCALE, UNUSED_PAGE, Case
 
 from dualmla.backends.aiter import launch
 from dualmla.backends.aiter.batch import tell
