@@ -92,9 +92,10 @@ def test_mqa16_many_blocks(hsa, arch):
     ],
     ids=str,
 )
-def test_mqa16_under_every_schedule(hsa, mode):
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_mqa16_under_every_schedule(hsa, arch, mode):
     """The kernel needs no luck: other interleavings, loads as late as its waits allow, and no race is seen."""
-    check_mqa16(hsa, "gfx942", [130, 200], 2, mode=mode)
+    check_mqa16(hsa, arch, [130, 200], 2, mode=mode)
 
 
 def test_an_instruction_count_is_exact(hsa):
