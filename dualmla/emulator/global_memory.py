@@ -48,20 +48,32 @@ def issue(wave: Any, ins: Any, slot: Any, group: Any, arena: Any, record: Any) -
             address = base + scalar_offset + inside
         else:
             inside, address = np.int64(0), lane_address(wave, ins, lane)
-        for k in range(ins.count):
-            in_range = not buffer or inside + ins.size * (k + 1) <= limit
-            if is_store:
-                if in_range:
-                    value = np.int64(wave.v[ins.src[3] + k, lane]) >> (16 if ins.flags & state.F_HIGH_HALF else 0)
-                    memory.store(arena, wave, group, record, address + 4 * k, ins.size, value)
-            else:
-                value = memory.load(arena, wave, group, record, address + 4 * k, ins.size) if in_range else np.int64(0)
-                if ins.signed:
-                    sign = 1 << (8 * ins.size - 1)
-                    value = ((value ^ sign) - sign) & 0xFFFFFFFF
-                wave.vm_data[slot, k, lane] = value
-            if wave.error:
-                return
+        plain = ins.size == 4 and (not buffer or inside + 4 * ins.count <= limit)
+        if plain and not is_store and memory.load_words(arena, address, ins.count, wave.vm_data[slot], lane):
+            continue
+        elements(wave, ins, slot, arena, group, record, lane, address, limit - inside if buffer else np.int64(1 << 62))
+        if wave.error:
+            return
+
+
+@njit
+def elements(wave: Any, ins: Any, slot: Any, arena: Any, group: Any, record: Any, lane: Any, address: Any, room: Any) -> Any:
+    """One lane's accesses one by one; those that do not fit the `room` bytes left are out of the buffer's range."""
+    is_store = ins.flags & state.F_STORE
+    for k in range(ins.count):
+        in_range = ins.size * (k + 1) <= room
+        if is_store:
+            if in_range:
+                value = np.int64(wave.v[ins.src[3] + k, lane]) >> (16 if ins.flags & state.F_HIGH_HALF else 0)
+                memory.store(arena, wave, group, record, address + 4 * k, ins.size, value)
+        else:
+            value = memory.load(arena, wave, group, record, address + 4 * k, ins.size) if in_range else np.int64(0)
+            if ins.signed:
+                sign = 1 << (8 * ins.size - 1)
+                value = ((value ^ sign) - sign) & 0xFFFFFFFF
+            wave.vm_data[slot, k, lane] = value
+        if wave.error:
+            return
 
 
 @inlined

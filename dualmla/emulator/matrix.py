@@ -102,7 +102,7 @@ def element_value(wave: Any, register: Any, lane: Any, position: Any, form: Any,
     return byte_table[form - BYTE_FORMATS, np.int64(wave.v[register + (position >> 2), lane]) >> (8 * (position & 3)) & 255]
 
 
-@njit
+@inlined
 def unpack(wave: Any, left: Any, right: Any, left_form: Any, right_form: Any, dim: Any, per: Any, byte_table: Any) -> Any:
     """Fill `wave.left` [dim, depth] and `wave.right` [depth, dim]."""
     shift = 4 if dim == 16 else 5
@@ -154,9 +154,9 @@ def _adder(dim: int) -> Any:
                     wave.out[lane] = ins.literal[2]
             for group in range(groups):
                 row = 4 * groups * (register >> 2) + 4 * group + (register & 3)
+                line, added = wave.product[row * dim : (row + 1) * dim], wave.out_f[group * dim : (group + 1) * dim]
                 for column in range(dim):
-                    lane = group * dim + column
-                    wave.out_f[lane] = np.float32(wave.product[row * dim + column] + np.float64(wave.out_f[lane]))
+                    added[column] = np.float32(line[column] + np.float64(added[column]))
             for lane in range(64):
                 wave.v_f[ins.dst + register, lane] = wave.out_f[lane]
 
@@ -170,7 +170,10 @@ add_32 = _adder(32)
 def execute(wave: Any, ins: Any, group: Any) -> Any:
     """Run one matrix instruction; `ins.offset` = (dim, per), `ins.select` = element kinds of A and B."""
     dim, per = ins.offset[0], ins.offset[1]
-    unpack(wave, ins.src[0], ins.src[1], ins.select[0], ins.select[1], dim, per, group.byte_values)
+    if ins.select[0] == 0 and ins.select[1] == 0:  # bf16, the common kind, compiled for itself
+        unpack(wave, ins.src[0], ins.src[1], 0, 0, dim, per, group.byte_values)
+    else:
+        unpack(wave, ins.src[0], ins.src[1], ins.select[0], ins.select[1], dim, per, group.byte_values)
     if dim == 16:
         multiply_16(wave, per * 4)
         add_16(wave, ins)

@@ -176,3 +176,20 @@ def store(arena: Any, wave: Any, group: Any, record: Any, address: Any, size: An
         arena.status_words[place >> 2] = 0x02020202
     else:
         store_bytes(arena, wave, group, record, address, size, value)
+
+
+@inlined
+def load_words(arena: Any, address: Any, count: Any, rows: Any, lane: Any) -> Any:
+    """The common case in one go: `count` aligned words of one page, all of them written, into `rows[k, lane]`. False, and
+    nothing done, if it is not that case."""
+    offset = address - BASE
+    page = offset >> PAGE_BITS
+    if address & 3 or page < 0 or page >= arena.pages.size or (offset & (PAGE - 1)) + 4 * count > PAGE or arena.pages[page] < 0:
+        return False
+    word = ((np.int64(arena.pages[page]) << PAGE_BITS) | (offset & (PAGE - 1))) >> 2
+    for k in range(count):
+        if arena.status_words[word + k] != 0x02020202:
+            return False
+    for k in range(count):
+        rows[k, lane] = arena.words[word + k]
+    return True
