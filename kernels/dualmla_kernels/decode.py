@@ -111,7 +111,8 @@ def _finite(m, MASKED: tl.constexpr):
     return tl.where(m == float("-inf"), 0.0, m) if MASKED else m
 
 
-@triton.jit
+# what changes from batch to batch is no reason to compile again
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens", "table_stride"])
 def _decode(
     q_ptr, kv_ptr, block_table_ptr, seq_lens_ptr, qo_indptr_ptr, pieces_of_part_ptr, pieces_ptr,
     out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, k_scale_ptr,
