@@ -26,6 +26,7 @@ import triton.language as tl
 
 from dualmla_kernels.launch import launch
 from dualmla_kernels.numerics import cast, dot
+from dualmla_kernels.target import target_of
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -217,8 +218,7 @@ def mla_prefill(
             lse.fill_(float("-inf"))
         return
     device = q.device
-    platform = "cpu" if device.type == "cpu" else "hip" if torch.version.hip else "cuda"
-    config = prefill_config(max_seqlen_q, q.dtype, platform)
+    config = prefill_config(max_seqlen_q, q.dtype, target_of(device).platform)
     blocks = triton.cdiv(max_seqlen_q, config.block_m)
     group = min(config.group, heads)
     first, rest = split_head_dim(q.shape[2])
