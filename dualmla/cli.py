@@ -12,6 +12,8 @@ from rich.console import Console
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    import torch
+
     from dualmla.backends.base import BackendReport
     from dualmla.differential.check import Plan, Report
     from dualmla.differential.grids import Draw
@@ -79,6 +81,8 @@ def info(json: Annotated[bool, typer.Option("--json", help="For machines.")] = F
     console.print("\nfor DeepSeek's layer with 16 heads in bfloat16 and page size 1:", highlight=False)
     for report in reports:
         _print_backend(console, report)
+        if report.name == "aiter" and report.usable:
+            _print_certificate(console, device)
 
 
 Load = Annotated[
@@ -270,6 +274,19 @@ def _print_backend(console: Console, report: BackendReport) -> None:
     console.print(f"  [bold {'green' if report.usable else 'yellow'}]{report.name}[/] {'usable' if report.usable else 'not usable'}")
     for reason in report.reasons:
         console.print(f"      {reason}", style="dim", markup=False, highlight=False)
+
+
+def _print_certificate(console: Console, device: torch.device) -> None:
+    """Which certificate auto goes by on a device that AITER runs on."""
+    from dualmla.backends.aiter.certificate import in_force
+    from dualmla.differential.certify import machine_of
+
+    found = in_force(machine_of(device))
+    if isinstance(found, str):
+        told = found
+    else:
+        told = f"certificate of {found.date}: {sum(entry.passed for entry in found.entries)} of {len(found.entries)} shapes passed"
+    console.print(f"      {told}", style="dim", markup=False, highlight=False)
 
 
 def _print_json(value: object) -> None:

@@ -31,7 +31,7 @@ import triton.language as tl
 from dualmla_kernels.launch import launch
 from dualmla_kernels.numerics import cast, dot
 from dualmla_kernels.plan import PlanShape, SplitPlan, balanced_plan, fixed_plan
-from dualmla_kernels.target import target_of
+from dualmla_kernels.target import Target, target_of
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -70,7 +70,7 @@ def _attend_tile(
         k_tile = (kv_ptr + page * page_stride + (t * BN + row) % PAGE * SLOT)[:, None]
         k_row = 0
     s = tl.zeros([BM, BN], tl.float32)
-    k: tl.tuple = ()
+    k = ()
     for i in tl.static_range(SLICES):
         k += (tl.load(k_tile + (k_row + (i * DS + od)[None, :])).to(dtype),)
         s = dot(q[i], tl.trans(k[i]), s, EXACT)
@@ -89,7 +89,7 @@ def _attend_tile(
     p = tl.exp2(s * c - _finite(m_new, MASKED)[:, None])
     l += tl.sum(p, 1)
     p = cast(p, dtype, EXACT)
-    next_acc: tl.tuple = ()
+    next_acc = ()
     for i in tl.static_range(SLICES):
         next_acc += (dot(p, k[i], acc[i], EXACT),)
     return m_new, l, next_acc
@@ -99,7 +99,7 @@ def _attend_tile(
 def _rescale(m, m_new, l, acc, SLICES: tl.constexpr, MASKED: tl.constexpr):
     """`l` and `acc`, relative to 2^m, relative to 2^m_new."""
     a = tl.exp2(m - _finite(m_new, MASKED))
-    scaled: tl.tuple = ()
+    scaled = ()
     for i in tl.static_range(SLICES):
         scaled += (acc[i] * a[:, None],)
     return l * a, scaled
@@ -119,7 +119,8 @@ def _decode(
     softmax_scale, k_scale, num_reqs, num_tokens, table_stride,
     q_token_stride, q_head_stride, page_stride, out_token_stride, out_head_stride, lse_head_stride, lse_token_stride,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, R_PADDED: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr, CAUSAL: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr, LAZY: tl.constexpr, EXACT: tl.constexpr,
+    TILE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr, LAZY: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     """Program (group, part): the pieces of `part` for rows `group * BM` on of each request.
 
@@ -136,8 +137,8 @@ def _decode(
 
     for w in tl.range(tl.load(pieces_of_part_ptr + part), tl.load(pieces_of_part_ptr + part + 1), num_stages=1):
         request = tl.load(pieces_ptr + 4 * w)
-        first_tile = tl.load(pieces_ptr + 4 * w + 1)
-        end_tile = tl.load(pieces_ptr + 4 * w + 2)
+        first_tile = tl.load(pieces_ptr + 4 * w + 1) * (TILE // BN)
+        end_tile = tl.load(pieces_ptr + 4 * w + 2) * (TILE // BN)
         slot = tl.load(pieces_ptr + 4 * w + 3)
         seq_len = tl.load(seq_lens_ptr + request)
         first_token = tl.load(qo_indptr_ptr + request)
@@ -157,8 +158,8 @@ def _decode(
             end_tile = first_tile
 
         q_row = q_ptr + (first_token + token).to(tl.int64) * q_token_stride + head.to(tl.int64) * q_head_stride
-        q: tl.tuple = ()
-        acc: tl.tuple = ()
+        q = ()
+        acc = ()
         for i in tl.static_range(SLICES):
             q += (tl.load(q_row[:, None] + (i * (D // SLICES) + od)[None, :], mask=live[:, None], other=0.0),)
             acc += (tl.zeros([BM, D // SLICES], tl.float32),)
@@ -275,24 +276,45 @@ class DecodeConfig:
     options: Mapping[str, int] = field(default_factory=dict)
 
 
-def decode_config(rows: int, dtype: torch.dtype, device: torch.device) -> DecodeConfig:
-    """The configuration for `rows` (token, head) pairs a request. Evidence: docs/compiled.md, docs/performance.md."""
+def decode_config(rows: int, dtype: torch.dtype, device: torch.device, *, float8: bool = False) -> DecodeConfig:
+    """The configuration for `rows` (token, head) pairs a request. Evidence: docs/compiled.md, docs/performance.md.
+
+    Arguments:
+        dtype: of the queries.
+        float8: whether the cache is. A plan doesn't ask: keys a tile divide those without float8, all else it goes by is the same.
+    """
     target = target_of(device)
     wide = rows > 16
     if target.platform == "cpu":
-        # four programs, so that split rows are met in small tests too; the two sizes show both ways to rescale
-        return DecodeConfig(64 if wide else 16, 64, slices=2 if wide else 1, stages=1, lazy=wide, programs=4, warps=1)
+        # four programs, so that split rows are met in small tests too; the two sizes show both ways to rescale, float8 smaller tiles
+        block_n = 32 if float8 else 64
+        return DecodeConfig(64 if wide else 16, block_n, slices=2 if wide else 1, stages=1, lazy=wide, programs=4, warps=1)
     if target.platform == "hip":
-        options = {"matrix_instr_nonkdim": 16}
-        if wide:
-            return DecodeConfig(64, 32, slices=2, stages=1, lazy=True, programs=target.processors, warps=4, options=options)
-        # a wave alone multiplies nothing twice and waits for nobody; four of them keep a compute unit's memory busy
-        return DecodeConfig(16, 16, slices=2, stages=1, lazy=False, programs=4 * target.processors, warps=1, options=options)
+        return _amd_config(wide, dtype, target, float8)
     if dtype == torch.float32:
         return DecodeConfig(16, 32, slices=1, stages=2, lazy=False, programs=target.processors, warps=4)
     if wide:
         return DecodeConfig(64, 64, slices=1, stages=2, lazy=False, programs=target.processors, warps=8)
     return DecodeConfig(16, 64, slices=1, stages=3, lazy=False, programs=target.processors, warps=8)
+
+
+def _amd_config(wide: bool, dtype: torch.dtype, target: Target, float8: bool) -> DecodeConfig:
+    """For CDNA. A lane has 512 registers, vector and accumulation ones together, and everything here is about fitting into them.
+
+    Slices of 128 columns, one tile at a time and 16 x 16 products keep what is in flight small. Two tiles at a time would
+    make gfx942, which can't read LDS transposed, fetch values by two bytes. A lazy rescale saves a tenth of all
+    instructions, but not the registers of a conversion from float8.
+    """
+    # kpack: two steps of a product are read from LDS at once. CDNA4 has products of twice the depth instead
+    options = {"matrix_instr_nonkdim": 16, "kpack": 1 if target.arch == "gfx950" or dtype == torch.float32 else 2}
+    if dtype == torch.float32:
+        return DecodeConfig(16, 16, slices=4, stages=1, lazy=True, programs=target.processors, warps=4, options=options)
+    if wide:
+        block_n = 16 if float8 else 32
+        return DecodeConfig(64, block_n, slices=4, stages=1, lazy=not float8, programs=target.processors, warps=4, options=options)
+    # A wave alone multiplies nothing twice and waits for nobody. Each has a SIMD to itself: four of them keep a compute unit's
+    # memory busy while one waits, and each has its own share of the plan.
+    return DecodeConfig(16, 16, slices=4, stages=1, lazy=not float8, programs=4 * target.processors, warps=1, options=options)
 
 
 def plan_decode(
@@ -365,7 +387,8 @@ def mla_decode(
         if lse is not None:
             lse.fill_(float("-inf"))
         return
-    config = decode_config(_config_rows(heads, max_query_len, num_kv_splits), q.dtype, q.device)
+    rows, float8 = _config_rows(heads, max_query_len, num_kv_splits), kv_cache.dtype.itemsize == 1
+    config = decode_config(rows, q.dtype, q.device, float8=float8)
     groups = triton.cdiv(heads * max_query_len, config.block_m)
     if plan is None:
         plan = plan_decode(seq_lens, num_heads=heads, max_query_len=max_query_len, dtype=q.dtype, num_kv_splits=num_kv_splits)
@@ -375,6 +398,7 @@ def mla_decode(
     partial_out = torch.empty(plan.slots, partial_rows, rank, dtype=torch.float32, device=device)
     partial_lse = torch.empty(plan.slots, partial_rows, dtype=torch.float32, device=device)
     lse_strides = (0, 0) if lse is None else lse.stride()
+    slices = max(min(config.slices, rank // 64), 1)  # a product needs 16 columns and is better off with 64
     on_device = isinstance(k_scale, torch.Tensor)
     launch(
         _decode, (groups, plan.parts), device,
@@ -383,7 +407,7 @@ def mla_decode(
         softmax_scale, 1.0 if on_device else k_scale, seq_lens.shape[0], num_tokens, block_table.stride(0),
         q.stride(0), q.stride(1), kv_cache.stride(0), out.stride(0), out.stride(1), *lse_strides,
         H=heads, D=rank, R=rope, R_PADDED=triton.next_power_of_2(rope), PAGE=kv_cache.shape[1], SLOT=kv_cache.stride(1), CAUSAL=causal,
-        BM=config.block_m, BN=config.block_n, SLICES=config.slices, STAGES=config.stages, LAZY=config.lazy,
+        TILE=plan.tile, BM=config.block_m, BN=config.block_n, SLICES=slices, STAGES=config.stages, LAZY=config.lazy,
         EXACT=exact, num_warps=config.warps, **config.options,
     )  # fmt: skip
     # few requests in many pieces: many pieces at a time, the columns shared out to more programs

@@ -1,4 +1,4 @@
-"""Launching a kernel where its tensors are: on a GPU as compiled code, on a CPU in Triton's interpreter.
+"""Launching a kernel where its tensors are: on a GPU as compiled code, on a CPU in Triton's interpreter, on "meta" by name only.
 
 Triton decides at decoration time whether a function is compiled or interpreted, by an environment variable that would
 have to be set before anybody imports it. Here the decision is made at launch, for our kernels alone: an interpreted
@@ -20,6 +20,8 @@ import torch
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
+from dualmla_kernels.target import Launch, note
+
 # One interpreted launch at a time: the interpreter keeps its program ids and its patches in module globals.
 _interpreter_lock = threading.RLock()
 
@@ -32,6 +34,8 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
     if device.type == "cpu":
         with _interpreter_lock, _interpreting():
             _interpreted(kernel)[grid](*args, **kwargs)
+    elif device.type == "meta":
+        note(Launch(kernel, grid, args, kwargs))
     elif device.index == torch.cuda.current_device():
         kernel[grid](*args, **kwargs)
     else:

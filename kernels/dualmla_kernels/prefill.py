@@ -26,6 +26,7 @@ import triton.language as tl
 
 from dualmla_kernels.launch import launch
 from dualmla_kernels.numerics import cast, dot
+from dualmla_kernels.target import target_of
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -230,7 +231,7 @@ def mla_prefill(
             lse.fill_(float("-inf"))
         return
     device = q.device
-    platform = "cpu" if device.type == "cpu" else "hip" if torch.version.hip else "cuda"
+    platform = target_of(device).platform
     config = prefill_config(max_seqlen_q, q.shape[2] + v_dim, q.dtype, platform)
     blocks = triton.cdiv(max_seqlen_q, config.block_m)
     group = min(config.group, heads)

@@ -1,4 +1,11 @@
-"""What the kernels are compiled for: the chip of a device, or one that is only spoken of."""
+"""What the kernels are compiled for: the chip of a device, or one that is only spoken of.
+
+On the device "meta", whose tensors have shapes and no memory, a launch is noted instead of done. So every launcher can be
+asked what it would launch on a chip that this machine lacks:
+
+    with launches_on(CHIPS["gfx942"]) as launches:
+        mla_decode(...)  # tensors on "meta"
+"""
 
 from __future__ import annotations
 
@@ -6,7 +13,7 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -34,23 +41,41 @@ CHIPS = {
     "gfx950": Target("gfx950", 256),  # MI355X
     "sm_90": Target("sm_90", 132),  # H200
 }
+"""What static checks compile for."""
 
-_spoken_of: list[Target] = []
+
+@dataclass(frozen=True)
+class Launch:
+    """`kernel[grid](*args, **kwargs)`, not done."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+_spoken_of: list[tuple[Target, list[Launch]]] = []
 
 
 @contextlib.contextmanager
-def meta_device_is(target: Target) -> Iterator[None]:
-    """Within: the device "meta", whose tensors have shapes and no memory, stands for `target`."""
-    _spoken_of.append(target)
+def launches_on(target: Target) -> Iterator[list[Launch]]:
+    """Within, the device "meta" stands for `target`; the list fills with what is launched on it."""
+    launches: list[Launch] = []
+    _spoken_of.append((target, launches))
     try:
-        yield
+        yield launches
     finally:
         _spoken_of.pop()
 
 
+def note(launch: Launch) -> None:
+    """Add a launch on "meta" to the list of the innermost `launches_on`."""
+    _spoken_of[-1][1].append(launch)
+
+
 def target_of(device: torch.device) -> Target:
-    """The chip of `device`. A name of AMD's may be followed by features ("gfx942:sramecc+:xnack-"), which are left out."""
-    return _spoken_of[-1] if device.type == "meta" else _target_of(device)
+    """The chip of `device`."""
+    return _spoken_of[-1][0] if device.type == "meta" else _target_of(device)
 
 
 @functools.cache
@@ -58,5 +83,6 @@ def _target_of(device: torch.device) -> Target:
     if device.type == "cpu":
         return Target("cpu", 4)
     properties = torch.cuda.get_device_properties(device)
+    # a name of AMD's goes on with features: gfx942:sramecc+:xnack-
     arch = properties.gcnArchName.split(":")[0] if torch.version.hip else f"sm_{properties.major}{properties.minor}"
     return Target(arch, properties.multi_processor_count)

@@ -1,0 +1,86 @@
+"""Compile every registered kernel for every chip and write what the machine code is like: `python bench/compiled.py`.
+
+Needs no GPU, only Triton, and some ten minutes of a processor. Ends with 1 where a gate is broken that is not known to be.
+
+    --arch gfx942      for this chip alone; may be repeated
+    --quick            the cases of the tests alone
+    --write FILE       the tables as Markdown, with what other versions of Triton last wrote there kept
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+import triton
+
+from dualmla_kernels.compiled import compile_launch, faults, measure
+from dualmla_kernels.registry import KNOWN_FAULTS, registered
+from dualmla_kernels.target import CHIPS
+
+HEAD = """# What our kernels become
+
+Written by `python bench/compiled.py --write docs/compiled.md`, once for each version of Triton. Every kernel of
+`dualmla_kernels.registry`, compiled for each chip as a launch there would compile it; nothing is executed.
+
+- registers: of a lane, out of 512 (AMD: vector and accumulation registers) or 255 (NVIDIA)
+- spilled: registers that are saved elsewhere (AMD) / bytes of memory of a lane
+- LDS: bytes of a program, out of 64 KiB (gfx90a, gfx942), 160 KiB (gfx950), 227 KiB (sm_90)
+- matrix: matrix instructions in the code, and of which family
+- 16-byte loads: share of the bytes loaded from global memory, each instruction counted once, that comes 16 at a time
+"""
+
+
+def table(arch: str, *, quick: bool) -> tuple[list[str], list[str]]:
+    """Rows of Markdown for a chip, one a distinct piece of machine code, and the faults that nobody knew of."""
+    target = CHIPS[arch]
+    rows = ["| kernel | case | registers | spilled | LDS | matrix | 16-byte loads |", "|---|---|---|---|---|---|---|"]
+    broken, seen = [], set()
+    for item in registered(target, quick=quick):
+        kernel = compile_launch(item.launch, target)
+        if kernel.hash in seen:
+            continue
+        seen.add(kernel.hash)
+        facts = measure(kernel, target)
+        found = faults(facts, target, matrix=item.matrix, wide=item.wide)
+        known = KNOWN_FAULTS.get((arch, item.kernel))
+        if found and known is None:
+            broken += [f"{arch}, {item.kernel} ({item.case}): {fault}" for fault in found]
+        matrix = ", ".join(f"{count} {name}" for name, count in facts.matrix.items() if count) or "-"
+        spilled = f"{facts.spilled} / {facts.scratch_bytes} B" + (f" ({known})" if found and known else "")
+        row = (item.kernel, item.case, str(facts.registers), spilled, str(facts.shared_bytes), matrix, f"{facts.wide_share:.0%}")
+        rows.append(f"| {' | '.join(row)} |")
+        print(arch, *row, *found, sep=" · ", flush=True)
+    return rows, broken
+
+
+def write(path: Path, sections: dict[str, list[str]]) -> None:
+    """Put the sections in place of those of the same title, beside the others."""
+    old = dict(re.findall(r"^## (.+?)\n\n(.*?)(?=^## |\Z)", path.read_text(), re.MULTILINE | re.DOTALL)) if path.exists() else {}
+    texts = {title: body.strip() for title, body in old.items()} | {title: "\n".join(rows) for title, rows in sections.items()}
+    body = "\n\n".join(f"## {title}\n\n{text}" for title, text in sorted(texts.items()))
+    path.write_text(f"{HEAD}\n{body}\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", action="append", choices=CHIPS)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--write", type=Path)
+    arguments = parser.parse_args()
+    broken: list[str] = []
+    sections = {}
+    for arch in arguments.arch or CHIPS:
+        rows, found = table(arch, quick=arguments.quick)
+        sections[f"{arch}, Triton {triton.__version__}"] = rows
+        broken += found
+    if arguments.write is not None:
+        write(arguments.write, sections)
+    print(*broken, sep="\n", file=sys.stderr)
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

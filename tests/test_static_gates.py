@@ -1,0 +1,130 @@
+"""What our kernels become on gfx942, gfx950 and Hopper: compiled without a GPU, in a process where nothing is interpreted.
+
+The cases that stand for the others; `python bench/compiled.py` does all of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+import dualmla_kernels
+from dualmla_kernels.compiled import Facts, faults
+from dualmla_kernels.registry import KNOWN_FAULTS, registered
+from dualmla_kernels.target import CHIPS
+
+SOURCES = Path(dualmla_kernels.__file__).parent
+
+COMPILE = """
+import json, sys
+from dualmla_kernels.compiled import compile_launch, faults, measure
+from dualmla_kernels.compiled import Facts, faults
+from dualmla_kernels.registry import registered
+from dualmla_kernels.target import CHIPS
+
+arch, kernel, case, options = sys.argv[1:]
+target = CHIPS[arch]
+for item in registered(target, quick=True):
+    if kernel in ("", item.kernel) and case in ("", item.case):
+        facts = measure(compile_launch(item.launch, target, **json.loads(options)), target)
+        report = {"kernel": item.kernel, "case": item.case, "facts": vars(facts)}
+        print(json.dumps(report | {"faults": faults(facts, target, matrix=item.matrix, wide=item.wide)}))
+"""
+
+Reports = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="session")
+def compile_registered() -> Callable[..., Reports]:
+    """A function that compiles registered launches of the quick cases in a fresh process."""
+
+    def compile_(arch: str, kernel: str = "", case: str = "", **options: int) -> Reports:
+        command = [sys.executable, "-W", "ignore", "-c", COMPILE, arch, kernel, case, json.dumps(options)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False, cwd=SOURCES.parent)
+        assert done.returncode == 0, done.stderr
+        reports = [json.loads(line) for line in done.stdout.splitlines()]
+        assert reports, "nothing is registered under these names"
+        return reports
+
+    return compile_
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_gates(arch: str, compile_registered: Callable[..., Reports]) -> None:
+    """No spills, LDS within the chip, products on the matrix units, wide loads."""
+    broken = [
+        (report["kernel"], report["case"], report["faults"])
+        for report in compile_registered(arch)
+        if report["faults"] and (arch, report["kernel"]) not in KNOWN_FAULTS
+    ]
+    assert not broken
+
+
+def test_gates_on_hopper(compile_registered: Callable[..., Reports]) -> None:
+    """16 heads; what 64 rows of plain Triton become is known."""
+    (report,) = compile_registered("sm_90", "decode", "decode, 16 heads")
+    assert not report["faults"]
+    assert report["facts"]["matrix"]["mma.sync"]
+
+
+@pytest.mark.parametrize("options", [{"STAGES": 2}, {"BM": 128}], ids=str)
+def test_a_bad_configuration_breaks_a_gate(options: dict[str, int], compile_registered: Callable[..., Reports]) -> None:
+    """Two tiles at a time, or twice the rows, do not fit into the registers of gfx942."""
+    (report,) = compile_registered("gfx942", "decode", "decode, 128 heads", **options)
+    assert any("registers are spilled" in found for found in report["faults"]), report
+
+
+GOOD = Facts(
+    registers=500,
+    spilled=0,
+    scalars_moved=9,
+    scratch_bytes=0,
+    shared_bytes=65536,
+    matrix={"v_mfma": 8},
+    loads={16: 8, 4: 32},
+    instructions=999,
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({}, None),
+        ({"spilled": 1}, "1 registers are spilled"),
+        ({"scratch_bytes": 4}, "4 bytes of a lane's memory"),
+        ({"shared_bytes": 65537}, "65537 bytes of LDS; gfx942 has 65536"),
+        ({"matrix": {"v_mfma": 0}}, "no v_mfma"),
+        ({"loads": {16: 8, 4: 33}}, "49% of the bytes"),
+        ({"loads": {}}, "0% of the bytes"),
+    ],
+    ids=str,
+)
+def test_each_gate(change: dict[str, Any], fault: str | None) -> None:
+    found = faults(dataclasses.replace(GOOD, **change), CHIPS["gfx942"], matrix="v_mfma", wide=True)
+    assert [fault] == [fault for sentence in found if fault in sentence] if fault else found == []
+
+
+def test_every_kernel_is_registered() -> None:
+    """Each first argument of a `launch(...)` in the package is launched by some case."""
+    launched = {
+        call.args[0].id.lstrip("_")
+        for path in SOURCES.glob("*.py")
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Name)
+        and call.func.id == "launch"
+        and isinstance(call.args[0], ast.Name)
+    }
+    assert len(launched) > 8, "the launches are no longer found"
+    for target in CHIPS.values():
+        assert launched == {item.kernel for item in registered(target, quick=True)} & launched
