@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import io
+import itertools
 import re
 from dataclasses import replace
 
@@ -87,7 +88,7 @@ def test_a_wrong_scale_of_one_run_fails(monkeypatch, dtype, wrong):
 
 def shared_prompts(**changes):
     """The demo's own prompts, of which the last run shares two pages, on two layers: the first one's latent rows need no attention."""
-    agreed, printed = run_small(prompts=runner.PROMPTS, num_layers=2, page_sizes=(16,), **changes)
+    agreed, printed = run_small(**{"prompts": runner.PROMPTS, "num_layers": 2, "page_sizes": (16,), **changes})
     return agreed, re.findall(r"(_MLA.*), page size (\d+):", printed)
 
 
@@ -119,18 +120,20 @@ def test_a_context_ignored_fails(monkeypatch, name):
     assert shared_prompts(backend=name, new_tokens=2) == (False, [("_MLA, shared", "16")])
 
 
-def test_a_shared_page_of_which_only_the_beginning_is_the_same_fails(monkeypatch):
+@pytest.mark.parametrize("first", [runner.PROMPTS[0], runner.INSTRUCTIONS], ids=["goes on otherwise", "ends in the page"])
+def test_a_shared_page_that_is_not_full_of_the_prefix_fails(monkeypatch, first):
     class Careless(PagePool):
+        tokens, pages = (), ()
+
+        def publish(self, tokens, pages):
+            self.tokens, self.pages = tokens, pages
+
         def find(self, tokens):
-            pages = super().find(tokens)
-            end = len(pages) * self.page_size
-            return (
-                pages
-                + [page for full, page in self._full.items() if len(full) == end + self.page_size and full[:end] == (*tokens[:end],)][:1]
-            )
+            same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(self.tokens, tokens, strict=False)))
+            return list(self.pages[: -(-same // self.page_size)])
 
     monkeypatch.setattr(runner, "PagePool", Careless)
-    assert shared_prompts() == (False, [("_MLA, shared", "16")])
+    assert shared_prompts(prompts=(first, runner.PROMPTS[1])) == (False, [("_MLA, shared", "16")])
 
 
 def test_says_why_a_better_backend_does_not_run():
