@@ -276,7 +276,7 @@ class DecodeConfig:
     options: Mapping[str, int] = field(default_factory=dict)
 
 
-def decode_config(rows: int, dtype: torch.dtype, device: torch.device, *, float8: bool = False) -> DecodeConfig:
+def decode_config(rows: int, dtype: torch.dtype, device: torch.device, float8: bool = False) -> DecodeConfig:
     """The configuration for `rows` (token, head) pairs a request. Evidence: docs/compiled.md, docs/performance.md.
 
     Arguments:
@@ -388,7 +388,7 @@ def mla_decode(
             lse.fill_(float("-inf"))
         return
     rows, float8 = _config_rows(heads, max_query_len, num_kv_splits), kv_cache.dtype.itemsize == 1
-    config = decode_config(rows, q.dtype, q.device, float8=float8)
+    config = decode_config(rows, q.dtype, q.device, float8)
     groups = triton.cdiv(heads * max_query_len, config.block_m)
     if plan is None:
         plan = plan_decode(seq_lens, num_heads=heads, max_query_len=max_query_len, dtype=q.dtype, num_kv_splits=num_kv_splits)

@@ -80,6 +80,7 @@ def _cases(target: Target, quick: bool) -> Iterator[tuple[str, Callable[[], None
         yield f"decode, {heads} heads", partial(_decode, heads)
         yield f"decode, {heads} heads, page size 1", partial(_decode, heads, page_size=1)
     yield "decode, 16 heads, float8 cache", partial(_decode, 16, cache_dtype=float8)
+    yield "decode, 16 heads, 4 splits", partial(_decode, 16, num_kv_splits=4)
     yield "prefill, 16 heads", partial(_prefill, 16)
     yield "cache write, gather, merge", partial(_cache, BF16, BF16)
     yield "metadata of a step", _metadata
@@ -124,8 +125,9 @@ def _decode(
     query_len: int = 1,
     cache_bytes: int = 1 << 30,
     with_lse: bool = True,
+    num_kv_splits: int | None = None,
 ) -> None:
-    """32 requests, a balanced plan: the plan, the decode, the combine."""
+    """32 requests: the plan, the decode, the combine."""
     requests = 32
     tokens = requests * query_len
     decode.mla_decode(
@@ -139,6 +141,7 @@ def _decode(
         causal=True,
         out=_empty(tokens, heads, RANK, dtype=dtype),
         lse=_empty(heads, tokens, dtype=FP32) if with_lse else None,
+        num_kv_splits=num_kv_splits,
     )
 
 
