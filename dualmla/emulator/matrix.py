@@ -10,6 +10,7 @@ Source: AMD "CDNA3" and "CDNA4" Instruction Set Architecture reference guides, c
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,7 @@ def element(kind: str, arch: str) -> int:
     return FORMATS.index(_FLAVOURS.get((kind, arch), kind))
 
 
+@lru_cache(maxsize=1)
 def byte_values() -> NDArray[np.float64]:
     """[4, 256] the value of every 8-bit pattern in each of the 8-bit formats, in the order of `FORMATS`."""
     forms = (minifloat.E4M3FNUZ, minifloat.E5M2FNUZ, minifloat.E4M3FN, minifloat.E5M2)

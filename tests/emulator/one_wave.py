@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,12 @@ V = 256
 
 DEFAULTS = {"neg": 0, "abs": 0, "omod": 0, "clmp": 0, "opsel": 0}
 END = Instruction(0, 4, "S_ENDPGM", "SOPP", {"simm16": 0})
+
+
+@lru_cache(maxsize=2)
+def memoryless(arch: str) -> Device:
+    """A device for programs that touch no memory."""
+    return Device(arch)
 
 
 def vop3(name: str, dst: int, *sources: int, encoding: str = "VOP3", **fields: int) -> Instruction:
@@ -56,7 +63,7 @@ def run(
     Raises what a launch would raise.
     """
     _, program = code_object(listing, arch, lds_bytes)
-    device, mode = device or Device(arch), mode or Mode()
+    device, mode = device or memoryless(arch), mode or Mode()
     group, waves, records = launching.new_group(arch, mode, lds_bytes), np.zeros(1, state.WAVE), program.records.copy()
     launching.reset(waves, group, program, 64, (0, 0, 0), 0)
     wave = waves[0]
