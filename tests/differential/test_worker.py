@@ -24,10 +24,10 @@ def test_an_abort_is_a_crash_with_the_stack():
 
 
 def test_a_hang_is_ended():
-    with Worker("fault-hang", load=FAULTS, limit=10) as worker:
+    with Worker("fault-hang", load=FAULTS, limit=20) as worker:
         assert worker.judge(FINE).status == "pass"
         verdict = worker.judge(FATAL)
-        assert (verdict.kind, verdict.findings[0].sentence) == ("hang", "no answer within 10 s")
+        assert (verdict.kind, verdict.findings[0].sentence) == ("hang", "no answer within 20 s")
         assert worker.judge(FINE).status == "pass"
 
 
