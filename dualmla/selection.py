@@ -60,7 +60,6 @@ def register_backend(name: str, backend_cls: type[MLABackend], *, before: str | 
     _registry[name] = backend_cls
     if before is not None:
         _preference.insert(_preference.index(before), name)
-    _choose.cache_clear()
     _candidates.cache_clear()
 
 
@@ -101,7 +100,7 @@ def select_backend(cfg: MLAConfig, device: torch.device | str | None = None, bac
         ValueError: an unknown name, or `DUALMLA_SHADOW` is no share.
     """
     device = _device(device)
-    chosen = _choose(cfg, device, _requested(backend), _flags_off())
+    chosen = chained(_candidates(cfg, device, _requested(backend), _flags_off()))
     if not os.environ.get("DUALMLA_SHADOW"):
         return chosen
     # Shadow mode stands above this module, on the judge and the repro files; nothing of it is imported until it is asked for.
@@ -134,15 +133,15 @@ def backend_for_device(device: torch.device, backend: str | None) -> type[MLABac
     Raises:
         BackendUnavailable, ValueError: as `backend_for_decode`.
     """
-    return _candidates(device, _requested(backend), _flags_off())[0]
+    return _candidates(None, device, _requested(backend), _flags_off())[0]
 
 
 def _willing(device: torch.device, backend: str | None, refusals_of: Callable[[type[MLABackend]], list[str]]) -> type[MLABackend]:
     requested = _requested(backend)
-    candidates = _candidates(device, requested, _flags_off())
+    candidates = _candidates(None, device, requested, _flags_off())
     if requested != "auto" and (reasons := refusals_of(candidates[0])):
         raise BackendUnavailable(requested, reasons)
-    return chained(tuple(candidates))
+    return chained(candidates)
 
 
 def _requested(backend: str | None) -> str:
@@ -181,28 +180,14 @@ def _report(name: str, cfg: MLAConfig | None, device: torch.device, requested: s
 
 
 @functools.cache
-def _choose(cfg: MLAConfig, device: torch.device, requested: str, flags_off: tuple[str, ...]) -> type[MLABackend]:
-    if requested != "auto":
-        report = _report(requested, cfg, device, requested, flags_off)
-        if not report.usable:
-            raise BackendUnavailable(requested, report.reasons)
-        return _registry[requested]
-    reports = [_report(name, cfg, device, requested, flags_off) for name in _preference]
-    usable = [_registry[report.name] for report in reports if report.usable]
-    if not usable:
-        raise BackendUnavailable("auto", [f"{report.name}: {reason}" for report in reports for reason in report.reasons])
-    _say_chosen(usable[0], reports, device)
-    return chained(tuple(usable))
-
-
-@functools.cache
-def _candidates(device: torch.device, requested: str, flags_off: tuple[str, ...]) -> list[type[MLABackend]]:
-    """What can run on the device, in order; at least one."""
+def _candidates(cfg: MLAConfig | None, device: torch.device, requested: str, flags_off: tuple[str, ...]) -> tuple[type[MLABackend], ...]:
+    """What can serve `cfg` on the device (None: what can run there at all), in order; at least one."""
     names = _preference if requested == "auto" else [requested]
-    reports = [_report(name, None, device, requested, flags_off) for name in names]
-    usable = [_registry[report.name] for report in reports if report.usable]
+    reports = [_report(name, cfg, device, requested, flags_off) for name in names]
+    usable = tuple(_registry[report.name] for report in reports if report.usable)
     if not usable:
-        raise BackendUnavailable(requested, [reason for report in reports for reason in report.reasons])
+        said_by = "{0}: {1}" if requested == "auto" else "{1}"
+        raise BackendUnavailable(requested, [said_by.format(report.name, reason) for report in reports for reason in report.reasons])
     if requested == "auto":
         _say_chosen(usable[0], reports, device)
     return usable

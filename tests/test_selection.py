@@ -263,7 +263,7 @@ def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A registry of one's own, and nothing said yet."""
-    caches = (selection._choose, selection._candidates, selection.log_once, selection._warn_of_unknown_variables)
+    caches = (selection._candidates, selection.log_once, selection._warn_of_unknown_variables)
     monkeypatch.setattr(selection, "_registry", dict(selection._registry))
     monkeypatch.setattr(selection, "_preference", list(selection._preference))
     for cache in caches:

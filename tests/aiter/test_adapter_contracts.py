@@ -46,7 +46,7 @@ def aiter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 def _forget() -> None:
     fallback._broken.clear()
-    for cached in (selection._choose, selection._candidates, selection.log_once):
+    for cached in (selection._candidates, selection.log_once):
         cached.cache_clear()
 
 

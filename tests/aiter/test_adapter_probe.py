@@ -61,7 +61,7 @@ def rocm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], torch.devi
 
 
 def _forget_choices() -> None:
-    for cached in (selection._choose, selection._candidates, selection.log_once, probe.device_arch):
+    for cached in (selection._candidates, selection.log_once, probe.device_arch):
         cached.cache_clear()
 
 
