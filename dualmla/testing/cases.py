@@ -164,9 +164,8 @@ def lay_out_decode(values: DecodeValues, device: torch.device | str = "cpu", *, 
     Arguments:
         values: what to lay out.
         device: where.
-        poison: what no request owns is NaN in the cache (the largest finite number in fp8, whose NaN some devices read as
-            a number) and `UNUSED_PAGE` in the block table, and `out` is NaN. Otherwise all of it is harmless: 0, page 0,
-            and 7 in `out`. A right result has the same bits either way.
+        poison: what no request owns is `nobodys_number` in the cache and `UNUSED_PAGE` in the block table, and `out` is NaN.
+            Otherwise all of it is harmless: 0, page 0, and 7 in `out`. A right result has the same bits either way.
     """
     case = values.case
     generator = torch.Generator().manual_seed(case.seed)
@@ -181,7 +180,7 @@ def lay_out_decode(values: DecodeValues, device: torch.device | str = "cpu", *, 
         table[request, shared:count] = order[taken : taken + count - shared]
         taken += count - shared
 
-    nobodys = (math.nan if case.cache_dtype.itemsize > 1 else torch.finfo(case.cache_dtype).max) if poison else 0.0
+    nobodys = nobodys_number(case.cache_dtype) if poison else 0.0
     num_pages = case.first_page + owned + SPARE_PAGES
     kv_cache = _buffer(case, (num_pages, case.page_size, case.latent_dim), case.cache_dtype, nobodys, untouched=case.first_page)
     for request in reversed(range(len(pages))):  # the first request last: it has the say in shared pages
@@ -194,6 +193,11 @@ def lay_out_decode(values: DecodeValues, device: torch.device | str = "cpu", *, 
     out = _buffer(case, (len(q), case.num_heads, case.kv_lora_rank), case.dtype, math.nan if poison else 7.0)
     meta = decode_metadata(table, list(case.seq_lens), list(case.new_tokens), page_size=case.page_size, device=device)
     return DecodeInputs(case, _moved(q, device), _moved(kv_cache, device), meta, _moved(out, device))
+
+
+def nobodys_number(dtype: torch.dtype) -> float:
+    """What a hostile cache holds where no request does: NaN; in fp8, whose NaN some devices read as a number, the largest finite one."""
+    return math.nan if dtype.itemsize > 1 else torch.finfo(dtype).max
 
 
 def run_decode(inputs: DecodeInputs, backend: str | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -13,7 +13,7 @@ from dualmla.attention import MLAImpl
 from dualmla.config import MLAConfig
 from dualmla.metadata import MLAMetadata
 from dualmla.selection import select_backend
-from dualmla.testing.cases import UNUSED_PAGE, YARN_SCALE, poisoned_allocations
+from dualmla.testing.cases import SPARE_PAGES, UNUSED_PAGE, YARN_SCALE, nobodys_number, poisoned_allocations
 from dualmla.testing.exact import SAFETY, U32, Exact
 from dualmla.testing.prefill import describe
 
@@ -114,10 +114,9 @@ def make_layer_inputs(case: LayerCase, device: torch.device | str = "cpu") -> La
 
     pages = [-(-length // page_size) for length in case.seq_lens]
     owned = case.shared_pages + sum(count - case.shared_pages for count in pages)
-    ids = torch.randperm(owned + 3, generator=generator).int()
+    ids = torch.randperm(owned + SPARE_PAGES, generator=generator).int()
     table = torch.full((len(pages), max(pages, default=0) + 2), UNUSED_PAGE, dtype=torch.int32)
-    poison = math.nan if cfg.cache_dtype.itemsize > 1 else torch.finfo(cfg.cache_dtype).max
-    kv_cache = torch.full((owned + 3, page_size, cfg.latent_dim), poison).to(cfg.cache_dtype)
+    kv_cache = torch.full((owned + SPARE_PAGES, page_size, cfg.latent_dim), nobodys_number(cfg.cache_dtype)).to(cfg.cache_dtype)
     k_scale = 1.0 if case.k_scale is None else case.k_scale
     taken = case.shared_pages
     contexts = []
