@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from dualmla.emulator import kernargs
 from dualmla.emulator.aiter_objects import AiterKernel
 from dualmla.emulator.elf import CodeObject
-from dualmla.emulator.launch import Device, Mode, Report
+from dualmla.emulator.launch import Buffer, Device, Mode, Report
 
 V_DIM = 512
 """Width of a latent row's value part (kv_lora_rank)."""
@@ -258,31 +258,13 @@ def varlen_prefill(
 
     `fields` and `grid` override single arguments and the launch grid.
     """
-    tokens, heads, width = q.shape
-    kv_heads, v_width = v.shape[1:]
-    out = device.empty((tokens, heads, v_width), np.uint16)
+    tokens, heads, _ = q.shape
+    out = device.empty((tokens, heads, v.shape[2]), np.uint16)
     lse = device.empty((heads, tokens), np.float32)
     starts_q = device.put(np.asarray(cu_seqlens_q, np.int32)).address
     starts_k = device.put(np.asarray(cu_seqlens_k, np.int32)).address
-    values: dict[str, int | float] = {name: 0 for name, _ in kernargs.PREFILL}
-    values |= {
-        "out": out.address,
-        "q": device.put(q).address,
-        "k": device.put(k).address,
-        "v": device.put(v).address,
-        "lse": lse.address,
+    values = _dense_rows(device, q, k, v, out, lse) | {
         "softmax_scale": softmax_scale,
-        "q_row_stride": heads * width * 2,
-        "q_tile_stride": 128 * heads * width * 2,
-        "q_head_stride": width * 2,
-        "gqa_ratio": heads // kv_heads,
-        "k_row_stride": kv_heads * width * 2,
-        "k_head_stride": width * 2,
-        "store_lse": 1,
-        "v_row_stride": kv_heads * v_width * 2,
-        "v_head_stride": v_width * 2,
-        "out_row_stride": heads * v_width * 2,
-        "out_head_stride": v_width * 2,
         "cu_seqlens_q": starts_q,
         "cu_seqlens_k": starts_k,
         "lse_head_stride": tokens * 4,
@@ -294,3 +276,45 @@ def varlen_prefill(
     grid = grid or (heads, len(cu_seqlens_q) - 1, -(-tiles // 2) if causal else tiles)
     report = device.launch(code, grid=grid, block=BLOCK, kernarg=kernargs.pack_slots(kernargs.PREFILL, values), mode=mode)
     return Prefilled(np.where(out.written(), from_bf16(out.numpy()), np.float32(np.nan)), lse.numpy(), report)
+
+
+def batch_prefill(
+    device: Device,
+    code: CodeObject,
+    *,
+    q: NDArray[np.uint16],
+    k: NDArray[np.uint16],
+    v: NDArray[np.uint16],
+    batch: int,
+    softmax_scale: float,
+    causal: bool,
+    mode: Mode | None = None,
+) -> Prefilled:
+    """AITER's `fmha_v3_fwd` kernels for `batch` sequences of one length: the arrays of `varlen_prefill`, sequence after
+    sequence. `lse` comes as [H, T] too (the kernel writes [B, H, T / B])."""
+    tokens, heads, _ = q.shape
+    q_len, kv_len = tokens // batch, len(k) // batch
+    out = device.empty((tokens, heads, v.shape[2]), np.uint16)
+    lse = device.empty((batch, heads, q_len), np.float32)
+    values = _dense_rows(device, q, k, v, out, lse)
+    values |= {"softmax_scale": softmax_scale, "seq_len": q_len, "kv_len": kv_len, "q_heads": heads, "lse_head_stride": q_len * 4}
+    values |= {f"{name}_batch_stride": int(values[f"{name}_row_stride"]) * q_len for name in ("q", "out")}
+    values |= {f"{name}_batch_stride": int(values[f"{name}_row_stride"]) * kv_len for name in ("k", "v")}
+    tiles = -(-q_len // 128)
+    grid = (-(-tiles // 2) if causal else tiles, heads, batch)
+    report = device.launch(code, grid=grid, block=BLOCK, kernarg=kernargs.pack_slots(kernargs.PREFILL, values), mode=mode)
+    result = np.where(out.written(), from_bf16(out.numpy()), np.float32(np.nan))
+    return Prefilled(result, lse.numpy().transpose(1, 0, 2).reshape(heads, tokens), report)
+
+
+def _dense_rows(
+    device: Device, q: NDArray[np.uint16], k: NDArray[np.uint16], v: NDArray[np.uint16], out: Buffer, lse: Buffer
+) -> dict[str, int | float]:
+    """The prefill arguments that dense [rows, heads, width] bf16 arrays decide, every other one 0."""
+    values: dict[str, int | float] = {name: 0 for name, _ in kernargs.PREFILL}
+    for name, (_, heads, width) in (("q", q.shape), ("k", k.shape), ("v", v.shape), ("out", out.shape)):
+        values |= {f"{name}_row_stride": heads * width * 2, f"{name}_head_stride": width * 2}
+    values |= {name: device.put(array).address for name, array in (("q", q), ("k", k), ("v", v))}
+    values |= {"out": out.address, "lse": lse.address, "store_lse": 1}
+    values |= {"q_tile_stride": 128 * int(values["q_row_stride"]), "gqa_ratio": q.shape[1] // k.shape[1]}
+    return values

@@ -7,7 +7,7 @@ import pytest
 from emulator_problems import Ragged, ragged
 
 from dualmla.emulator import Device, Mode
-from dualmla.emulator.aiter_kernels import varlen_prefill
+from dualmla.emulator.aiter_kernels import batch_prefill, varlen_prefill
 from dualmla.emulator.aiter_objects import load_kernel
 
 KERNEL = {True: "fwd_hd192_hd128_bf16_causal_group", False: "fwd_hd192_hd128_bf16_group"}
@@ -45,6 +45,19 @@ def test_varlen_prefill(hsa, causal, q_lens, k_lens, heads):
     error = np.abs(got.out - expected.out)[sees] / expected.budget(7, bf16_result=True)[sees]
     assert np.nan_to_num(error, nan=np.inf).max() < 1
     assert np.abs(got.lse.T[sees] - expected.lse[sees]).max() < 1e-5
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(64, 64), (130, 257)])
+def test_batch_prefill(hsa, causal, q_len, kv_len):
+    """The kernels for sequences of one length."""
+    p = ragged([q_len] * 2, [kv_len] * 2, 2)
+    name = f"fwd_hd192_hd128_bf16{'_causal' if causal else ''}"
+    code = load_kernel(hsa, "gfx950", name)
+    options = {"q": p.q, "k": p.k, "v": p.v, "batch": 2, "softmax_scale": p.softmax_scale, "causal": causal, "mode": INTERLEAVED}
+    got, expected = batch_prefill(Device("gfx950"), code, **options), p.reference(causal)
+    assert (np.abs(got.out - expected.out) / expected.budget(7, bf16_result=True)).max() < 1
+    assert np.abs(got.lse.T - expected.lse).max() < 1e-5
 
 
 def test_grouped_heads(hsa):
