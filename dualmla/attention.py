@@ -19,7 +19,7 @@ workspace, and the parts are merged by their LSE (`dualmla.context`).
 from __future__ import annotations
 
 import itertools
-from typing import ClassVar
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -87,9 +87,17 @@ class MLAImpl:
         self.w_uk = w_uk
         self.w_uv = w_uv
         self.context_workspace_tokens = context_workspace_tokens
+        self._number()
+
+    def _number(self) -> None:
         self.handle = next(_numbers)
         """This layer for an operator of a compiled graph."""
         _numbered[self.handle] = self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy, or one from another process, is a layer of its own: its compiled graph must not run the first one's weights."""
+        self.__dict__.update(state)
+        self._number()
 
     @staticmethod
     def of_handle(handle: int) -> MLAImpl:
