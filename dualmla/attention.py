@@ -148,12 +148,17 @@ class MLAImpl:
         if not isinstance(meta, MLAMetadata):
             raise TypeError(f"meta must be MLAMetadata, got {type(meta).__name__}")
         check_meta(meta, num_tokens=tokens, num_heads=cfg.num_heads, dtype=cfg.dtype, kv_cache=kv_cache)
+        rank = cfg.kv_lora_rank if meta.config is None else meta.config.kv_lora_rank
+        if rank != cfg.kv_lora_rank:  # the rows may be as long and cut elsewhere
+            raise ValueError(f"kv_lora_rank is {cfg.kv_lora_rank}, the metadata was built for a config of kv_lora_rank={rank}")
         width = cfg.num_heads * cfg.v_head_dim
         if output is None:
             output = torch.empty(tokens, width, dtype=cfg.dtype, device=device)
         else:
             check_tensor("output", output, rank=2, dtypes=(cfg.dtype,), device=device, shape=(tokens, width))
             check_written("output", output)
+            if output.is_inference() and not torch.is_inference_mode_enabled():  # torch would refuse it after the cache is written
+                raise ValueError("output was made under torch.inference_mode() and can't be written outside of it")
         scale = check_k_scale(k_scale, device)
         self.ops.check_forward(cfg, kv_cache, meta)
 
