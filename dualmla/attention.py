@@ -19,7 +19,7 @@ workspace, and the parts are merged by their LSE (`dualmla.context`).
 from __future__ import annotations
 
 import itertools
-from typing import ClassVar
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -87,9 +87,17 @@ class MLAImpl:
         self.w_uk = w_uk
         self.w_uv = w_uv
         self.context_workspace_tokens = context_workspace_tokens
+        self._number()
+
+    def _number(self) -> None:
         self.handle = next(_numbers)
         """This layer for an operator of a compiled graph."""
         _numbered[self.handle] = self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy, or one from another process, is a layer of its own: its compiled graph must not run the first one's weights."""
+        self.__dict__.update(state)
+        self._number()
 
     @staticmethod
     def of_handle(handle: int) -> MLAImpl:
@@ -143,12 +151,17 @@ class MLAImpl:
         if not isinstance(meta, MLAMetadata):
             raise TypeError(f"meta must be MLAMetadata, got {type(meta).__name__}")
         check_meta(meta, num_tokens=tokens, num_heads=cfg.num_heads, dtype=cfg.dtype, kv_cache=kv_cache)
+        rank = cfg.kv_lora_rank if meta.config is None else meta.config.kv_lora_rank
+        if rank != cfg.kv_lora_rank:  # the rows may be as long and cut elsewhere
+            raise ValueError(f"kv_lora_rank is {cfg.kv_lora_rank}, the metadata was built for a config of kv_lora_rank={rank}")
         width = cfg.num_heads * cfg.v_head_dim
         if output is None:
             output = torch.empty(tokens, width, dtype=cfg.dtype, device=device)
         else:
             check_tensor("output", output, rank=2, dtypes=(cfg.dtype,), device=device, shape=(tokens, width))
             check_written("output", output)
+            if output.is_inference() and not torch.is_inference_mode_enabled():  # torch would refuse it after the cache is written
+                raise ValueError("output was made under torch.inference_mode() and can't be written outside of it")
         scale = check_k_scale(k_scale, device)
         self.ops.check_forward(cfg, kv_cache, meta)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -51,7 +51,7 @@ class MLAConfig:
         scale = self.softmax_scale
         if not isinstance(scale, int | float) or isinstance(scale, bool):
             raise TypeError(f"softmax_scale must be a float, got {scale!r}")
-        if not (math.isfinite(scale) and scale > 0):
+        if not 0 < scale <= sys.float_info.max:
             raise ValueError(f"softmax_scale must be finite and positive, got {scale}")
         check_latent_dims(self.kv_lora_rank, self.qk_rope_head_dim)
         for name in ("qk_nope_head_dim", "v_head_dim"):

@@ -49,7 +49,7 @@ def host_lengths(name: str, lengths: Lengths) -> torch.Tensor:
     try:
         values = array("i", lengths)  # in C: this runs at every step
     except TypeError:
-        wrong = next(length for length in lengths if not isinstance(length, SupportsIndex))
+        wrong = next((length for length in lengths if not isinstance(length, SupportsIndex)), lengths)  # a tensor may still not be an index
         raise TypeError(f"{name} must be ints, got {wrong!r}") from None
     except OverflowError:
         raise ValueError(f"{name} must fit into int32, got {max(lengths, key=abs)}") from None
@@ -64,9 +64,11 @@ def count_batch(query_lens: torch.Tensor, threshold: int, num_decodes: int | Non
         num_decodes: leading requests that take the decode path; None: all that may.
 
     Raises:
+        TypeError: `num_decodes` is no int.
         ValueError: a negative length, or more decodes than there are.
     """
     num_reqs = query_lens.shape[0]
+    _check_num_decodes(num_decodes)
     least, most = (int(n) for n in query_lens.aminmax()) if num_reqs else (0, 0)
     if least < 0:
         raise ValueError(f"query_lens must not be negative, got {least}")
@@ -105,8 +107,10 @@ def bound_batch(num_reqs: int, num_decodes: int, threshold: int, *, max_seq_len:
         max_num_tokens: most new tokens of the batch, where there is a limit.
 
     Raises:
+        TypeError: `num_decodes` is no int.
         ValueError: more decodes than requests.
     """
+    _check_num_decodes(num_decodes)
     if not 0 <= num_decodes <= num_reqs:
         raise ValueError(f"num_decodes must be between 0 and {num_reqs}, the number of requests, got {num_decodes}")
     num_prefills = num_reqs - num_decodes
@@ -125,3 +129,9 @@ def bound_batch(num_reqs: int, num_decodes: int, threshold: int, *, max_seq_len:
         max_decode_query_len=min(threshold, tokens) if num_decodes else 0,
         exact=False,
     )
+
+
+def _check_num_decodes(num_decodes: object) -> None:
+    """It cuts tensors: what is nearly an int would fail halfway, with the buffers overwritten."""
+    if num_decodes is not None and type(num_decodes) is not int:
+        raise TypeError(f"num_decodes must be None or an int, got {num_decodes!r}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -113,6 +113,14 @@ class MLAMetadata:
         return self.seq_lens.device
 
     def __post_init__(self) -> None:
+        self._number()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy, or one from another process, is a batch of its own."""
+        self.__dict__.update(state)
+        self._number()
+
+    def _number(self) -> None:
         number = next(_numbers)
         _numbered[number] = self
         self.handle = torch.tensor(number, device="cpu")

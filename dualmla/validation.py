@@ -9,6 +9,7 @@ import ctypes
 import itertools
 import math
 import os
+import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,7 +39,7 @@ def check_scale(name: str, scale: object) -> float:
     """A finite, positive Python number."""
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise TypeError(f"{name} must be a float, got {type(scale).__name__}: {scale!r}")
-    if not (math.isfinite(scale) and scale > 0):
+    if not 0 < scale <= sys.float_info.max:
         raise ValueError(f"{name} must be finite and positive, got {scale}")
     return float(scale)
 
@@ -48,7 +49,10 @@ def check_k_scale(k_scale: float | torch.Tensor | None, device: torch.device) ->
     if k_scale is None:
         return 1.0
     if not isinstance(k_scale, torch.Tensor):
-        return ctypes.c_float(check_scale("k_scale", k_scale)).value
+        rounded = ctypes.c_float(check_scale("k_scale", k_scale)).value
+        if rounded == 0 or math.isinf(rounded):
+            raise ValueError(f"k_scale must be finite and positive in fp32, got {k_scale}")
+        return rounded
     if k_scale.dtype != torch.float32 or k_scale.numel() != 1 or k_scale.device != device:
         raise ValueError(
             f"k_scale must be a float or an fp32 tensor of one element on {device}, got {_short(k_scale.dtype)} "
@@ -103,7 +107,7 @@ def check_tensor(
     if dense and tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(f"{name} must be contiguous in its last dimension, got strides {tensor.stride()}")
     if tensor.requires_grad:
-        raise ValueError(f"{name} requires grad; dualmla computes no gradients: detach it, or call under torch.inference_mode()")
+        raise ValueError(f"{name} requires grad; dualmla computes no gradients: detach it, or compute it under torch.inference_mode()")
 
 
 def check_written(name: str, tensor: torch.Tensor) -> None:

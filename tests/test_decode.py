@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -246,3 +247,21 @@ def test_out_and_lse_made_for_the_caller(device: torch.device, backend: str) -> 
     out, lse = dualmla.mla_decode(inputs.q, inputs.kv_cache, inputs.meta, case.softmax_scale, return_lse=True, backend=backend)
     assert torch.equal(out, alone), "asking for the LSE changes no bit of out"
     assert (lse.shape, lse.dtype, lse.device) == ((3, 2), FP32, device)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("splits", [None, 1, 4])
+def test_a_live_number_that_is_not_finite_is_seen(value: float, splits: int | None, device: torch.device, backend: str) -> None:
+    """No split hides it, and the LSE does not call its row one without keys; the neighbour's numbers stay what they were."""
+    torch.manual_seed(0)
+    table = torch.arange(26, dtype=torch.int32, device=device).view(2, 13)
+    meta = dualmla.decode_metadata(table, [200, 150], page_size=16, device=device)
+    q = torch.rand(2, 3, 48, device=device) + 0.1
+    cache = torch.rand(26, 16, 48, device=device)
+    good, good_lse = dualmla.mla_decode(q, cache, meta, 0.2, return_lse=True, num_kv_splits=splits, backend=backend)
+    cache[5, 7, 3] = value
+    out, lse = dualmla.mla_decode(q, cache, meta, 0.2, return_lse=True, num_kv_splits=splits, backend=backend)
+    assert bool(out[0].isnan().all())
+    assert bool(lse[:, 0].isnan().all())
+    assert torch.equal(out[1], good[1])
+    assert torch.equal(lse[:, 1], good_lse[:, 1])

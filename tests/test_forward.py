@@ -420,3 +420,23 @@ def test_bad_workspace_is_refused(tokens: Any, device: torch.device, backend: st
     inputs: LayerInputs = make_layer_inputs(LayerCase(seq_lens=(20,), query_lens=(5,)), device)
     with pytest.raises(ValueError, match=f"context_workspace_tokens must be None or an int of at least 1, got {tokens}"):
         make_layer(inputs, backend, context_workspace_tokens=tokens)
+
+
+@pytest.mark.parametrize("workspace", [16, None])
+@up_projected
+def test_a_context_that_is_not_finite_is_seen(path: str, workspace: int | None, device: torch.device, backend: str) -> None:
+    """The merge of the context's pieces drops none that went wrong."""
+    inputs = make_layer_inputs(LayerCase(seq_lens=(50,), query_lens=(20,), page_size=1, dtype=FP32), device)
+    inputs.kv_cache[int(inputs.meta.block_table[0, 9]), 0, 5] = math.nan
+    assert bool(run_layer(inputs, backend, context_workspace_tokens=workspace).isnan().all())
+
+
+def test_output_of_inference_mode_is_refused_outside(device: torch.device, backend: str) -> None:
+    """torch can't write it there; the cache is still as it was when that is said."""
+    inputs = make_layer_inputs(LayerCase(seq_lens=(9, 5), query_lens=(1, 5), dtype=FP32), device)
+    before = inputs.kv_cache.clone()
+    with torch.inference_mode():
+        output = torch.empty_like(inputs.output)
+    with pytest.raises(ValueError, match=r"output was made under torch.inference_mode\(\)"):
+        run_layer(dataclasses.replace(inputs, output=output), backend)
+    assert_bits_equal(inputs.kv_cache, before, "kv_cache")

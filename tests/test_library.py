@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -216,3 +218,14 @@ def test_calls_without_a_graph_pass_by_the_operators(device: torch.device, monke
     inputs = prefill_inputs(device)
     monkeypatch.setattr(torch.ops, "dualmla", None)
     dualmla.mla_prefill(inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_q, inputs.cu_seqlens_k, 8, 30, 0.1)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda original: pickle.loads(pickle.dumps(original))])
+def test_a_copy_has_a_handle_of_its_own(duplicate: Callable[[Any], Any], device: torch.device) -> None:
+    """Else the compiled graph of a copied layer would run the first one's weights."""
+    inputs = layer_inputs(device)
+    layer = make_layer(inputs, "reference")
+    for original in (layer, inputs.meta):
+        twin = duplicate(original)
+        assert type(original).of_handle(twin.handle) is twin
+        assert type(original).of_handle(original.handle) is original

@@ -136,6 +136,18 @@ def test_two_halves_make_the_whole(cut: int, device: torch.device, backend: str)
     assert comparison.agrees, comparison.failures
 
 
+@pytest.mark.parametrize("part", [1, 3])
+def test_a_part_that_went_wrong_is_kept(part: int, device: torch.device, backend: str) -> None:
+    """An LSE of NaN is no part without keys: dropping it would hide what happened."""
+    arguments = parts(9, 3, 32, device)
+    arguments[part][1, 4] = math.nan
+    out, lse = dualmla.merge_attn_states(*arguments, backend=backend)
+    wrong = torch.zeros(3, 9, dtype=torch.bool, device=device)
+    wrong[1, 4] = True
+    assert torch.equal(lse.isnan(), wrong)
+    assert torch.equal(out.isnan(), wrong.t()[..., None].expand_as(out))
+
+
 def test_no_tokens(device: torch.device, backend: str) -> None:
     out, lse = dualmla.merge_attn_states(*parts(0, 3, 32, device), backend=backend)
     assert (out.shape, lse.shape) == ((0, 3, 32), (3, 0))

@@ -167,6 +167,15 @@ def test_num_decodes_given(device: torch.device) -> None:
         mixed(device, (1, 5), num_decodes=-1)
 
 
+@pytest.mark.parametrize("wrong", [1.0, True, "1", torch.tensor(1)])
+def test_num_decodes_is_an_int(wrong: Any, device: torch.device) -> None:
+    """Refused before the buffers of the batch before it are touched."""
+    builder, meta = mixed(device, (1, 5))
+    with pytest.raises(TypeError, match="num_decodes must be None or an int, got "):
+        builder.build(meta.block_table, meta.seq_lens, [1, 5], num_decodes=wrong)
+    meta.check_current()
+
+
 def test_stale_metadata_raises(device: torch.device) -> None:
     """The metadata and both its views, once its builder has built again; another builder's does not."""
     builder, old = mixed(device)
@@ -296,6 +305,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"query_lens": [1, -2]}, ValueError, "query_lens must not be negative, got -2"),
     ({"query_lens": [1]}, ValueError, "query_lens has 1 requests, block_table has 2"),
     ({"query_lens": [1, 1.5]}, TypeError, "query_lens must be ints, got 1.5"),
+    ({"query_lens": [1, torch.tensor(1.5)]}, TypeError, r"query_lens must be ints, got \[1, tensor\(1.5"),
     ({"query_lens": [1, None]}, TypeError, "query_lens must be ints, got None"),
     ({"query_lens": 3}, TypeError, "query_lens must be a tensor or a sequence of ints, got int"),
     ({"query_lens": None}, TypeError, "query_lens must be a tensor or a sequence of ints, got NoneType"),

@@ -137,6 +137,20 @@ def test_offsets_past_int32(name: str, device: torch.device, backend: str) -> No
     assert_bits_equal(got[1], want[1], "lse")
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_live_number_that_is_not_finite_is_seen(value: float, device: torch.device, backend: str) -> None:
+    """The LSE does not call its rows ones without keys: a merge would drop them."""
+    torch.manual_seed(0)
+    q, k, v = (torch.rand(rows, 2, width, device=device) + 0.1 for rows, width in ((4, 32), (9, 32), (9, 16)))
+    k[1, 0, 0] = value
+    cu_q, cu_k = (torch.tensor(bounds, dtype=torch.int32, device=device) for bounds in ((0, 3, 4), (0, 5, 9)))
+    out, lse = dualmla.mla_prefill(q, k, v, cu_q, cu_k, 3, 5, 0.2, return_lse=True, backend=backend)
+    wrong = torch.zeros(2, 4, dtype=torch.bool, device=device)
+    wrong[0, :3] = True
+    assert torch.equal(lse.isnan(), wrong)
+    assert torch.equal(out.isnan(), wrong.t()[..., None].expand_as(out))
+
+
 def test_same_bits_each_time(device: torch.device, backend: str) -> None:
     inputs = make_prefill_inputs(PrefillCase(query_lens=(70, 3, 9), key_lens=(75, 3, 130), padding_tokens=1), device)
     first = [x.clone() for x in run_prefill(inputs, backend)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import pickle
 import re
 import subprocess
 from collections.abc import Callable, Iterator
@@ -516,3 +517,9 @@ def test_cpu_tensors_on_a_gpu_machine_go_to_the_reference(
     with caplog.at_level(logging.INFO, "dualmla"):
         assert dualmla.select_backend(cfg, CPU) is ReferenceMLABackend
     assert "triton refused: the tensors are on a CPU and this machine has a GPU" in caplog.text
+
+
+def test_unavailable_crosses_processes() -> None:
+    error = pickle.loads(pickle.dumps(dualmla.BackendUnavailable("aiter", ["it is absent", "so is its device"])))
+    assert (error.name, error.reasons) == ("aiter", ["it is absent", "so is its device"])
+    assert str(error) == "backend 'aiter' can't be used: it is absent; so is its device"

@@ -138,6 +138,9 @@ WRONG_DECODES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "scale NaN": ({"softmax_scale": math.nan}, ValueError, "softmax_scale must be finite and positive, got nan"),
     "scale inf": ({"softmax_scale": math.inf}, ValueError, "softmax_scale must be finite and positive, got inf"),
     "k_scale 0": ({"k_scale": 0}, ValueError, "k_scale must be finite and positive, got 0"),
+    "k_scale 0 in fp32": ({"k_scale": 1e-50}, ValueError, "k_scale must be finite and positive in fp32, got 1e-50"),
+    "k_scale inf in fp32": ({"k_scale": 1e39}, ValueError, r"k_scale must be finite and positive in fp32, got 1e\+39"),
+    "k_scale no double": ({"k_scale": 10**309}, ValueError, "k_scale must be finite and positive, got 1000"),
     "k_scale a string": ({"k_scale": "1"}, TypeError, "k_scale must be a float, got str: '1'"),
     "k_scale of two": (
         {"k_scale": torch.ones(2)},
@@ -321,6 +324,7 @@ def test_concat_and_cache_mla_refuses(refuses: Refuses, wrong: str) -> None:
             for name in ("num_heads", "page_size", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
             for value, error, wanted in ((0, ValueError, "at least 1"), (16.0, TypeError, "an int"), (True, TypeError, "an int"))
         ),
+        ({"softmax_scale": 10**309}, ValueError, "softmax_scale must be finite and positive, got 1000"),
         ({"softmax_scale": None}, TypeError, "softmax_scale must be a float, got None"),
         ({"softmax_scale": "0.1"}, TypeError, "softmax_scale must be a float, got '0.1'"),
         ({"softmax_scale": 0}, ValueError, "softmax_scale must be finite and positive, got 0"),
@@ -426,3 +430,12 @@ def test_forward_refuses_before_it_writes(refuses: Refuses, wrong: str) -> None:
     }
     refuses(lambda: impl.forward(**arguments | changes), error, message)
     assert not cache.any()
+
+
+def test_forward_refuses_metadata_of_rows_cut_elsewhere(refuses: Refuses) -> None:
+    """64 + 16 and 32 + 48 make rows of the same length."""
+    device, cfg = torch.device("cpu"), config(kv_lora_rank=64, qk_rope_head_dim=16)
+    other = decodes(device, config(kv_lora_rank=32, qk_rope_head_dim=48))
+    impl = dualmla.TritonMLAImpl(cfg, zeros(2, 128, 64), zeros(2, 64, 128))
+    arguments = zeros(2, 2, 144), zeros(2, 64), zeros(2, 16), zeros(3, 4, 80)
+    refuses(lambda: impl.forward(*arguments, other), ValueError, "kv_lora_rank is 64, the metadata was built for .* kv_lora_rank=32")

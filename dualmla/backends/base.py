@@ -22,12 +22,18 @@ class BackendUnavailable(RuntimeError):  # noqa: N818 - a state, not a mistake
     """A backend that was asked for can't be used.
 
     Attributes:
+        name: of the backend, or "auto".
         reasons: one sentence each.
     """
 
     def __init__(self, name: str, reasons: list[str]) -> None:
         super().__init__(f"backend {name!r} can't be used: " + "; ".join(reasons))
+        self.name = name
         self.reasons = reasons
+
+    def __reduce__(self) -> tuple[type[BackendUnavailable], tuple[str, list[str]]]:
+        """Workers hand their exceptions to another process."""
+        return type(self), (self.name, self.reasons)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: flo
 
     Returns:
         out float64 [n, H, D_v] and lse float64 [H, n], natural log of the sum of exp of the scaled scores; a query that
-        sees no key gives 0 and -inf.
+        sees no key gives 0 and -inf, one with a score of +inf NaN and NaN.
     """
     n, m = q.shape[0], k.shape[0]
     heads = q.shape[1]
@@ -35,6 +35,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: flo
         scores = scores.masked_fill(~seen, float("-inf"))
     lse = torch.logsumexp(scores, -1)
     weights = torch.exp(scores - torch.where(lse.isneginf(), 0.0, lse)[..., None])
+    lse = lse.masked_fill(lse.isposinf(), float("nan"))  # out is NaN there, and +inf would be taken for a part without keys
     return torch.einsum("hnm,mhd->nhd", weights, v), lse
 
 
@@ -168,7 +169,7 @@ class ReferenceMLABackend(MLABackend):
         merged = torch.zeros_like(out, dtype=torch.float64)
         for part, part_lse in ((out_a, lse_a), (out_b, lse_b)):
             weight = torch.exp(part_lse - shift).t()[..., None]
-            merged += torch.where(weight > 0, weight * part.double(), 0.0)
+            merged += torch.where(weight != 0, weight * part.double(), 0.0)
         out.copy_(merged)
         lse.copy_(merged_lse)
 

@@ -181,7 +181,7 @@ def _decode(
             m, l, acc = _attend_tile(t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, c, limit, seq_len,
                                      D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, True, LAZY, EXACT)  # fmt: skip
 
-        seen = l > 0.0
+        seen = l != 0.0  # a NaN among the live numbers is seen
         weight = k_scale / tl.where(seen, l, 1.0)
         row_lse = tl.where(seen, m + tl.log2(tl.where(seen, l, 1.0)), float("-inf"))
         if slot < 0:
@@ -242,7 +242,7 @@ def _combine(
                 part = tl.load(partial_out_ptr + (slot * rows + row)[:, None] * D + od[None, :], mask=(slot < end)[:, None], other=0.0)
                 acc += tl.sum(part * weight[:, None], 0)
                 l += tl.sum(weight, 0)
-            seen = l > 0.0
+            seen = l != 0.0  # a piece of NaN is one of the row's
             total = tl.where(seen, l, 1.0)
             out_row = out_ptr + token.to(tl.int64) * out_token_stride + head.to(tl.int64) * out_head_stride
             tl.store(out_row + od, cast(acc / total, out_ptr.dtype.element_ty, EXACT))

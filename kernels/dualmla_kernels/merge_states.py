@@ -49,12 +49,12 @@ def _merge(
     shift = tl.where(m == float("-inf"), 0.0, m)  # both empty: -inf - -inf would be NaN
     w_a, w_b = tl.exp(lse_a - shift), tl.exp(lse_b - shift)
     total = w_a + w_b
-    some = total > 0.0
+    some = total != 0.0  # a NaN is kept: a part that went wrong is no part without keys
     divisor = tl.where(some, total, 1.0)
     a_row = out_a_ptr + token * a_token_stride + head * a_head_stride
     b_row = out_b_ptr + token * b_token_stride + head * b_head_stride
-    a = tl.load(a_row[:, None] + od[None, :], mask=(w_a > 0.0)[:, None] & in_row, other=0.0).to(tl.float32)
-    b = tl.load(b_row[:, None] + od[None, :], mask=(w_b > 0.0)[:, None] & in_row, other=0.0).to(tl.float32)
+    a = tl.load(a_row[:, None] + od[None, :], mask=(w_a != 0.0)[:, None] & in_row, other=0.0).to(tl.float32)
+    b = tl.load(b_row[:, None] + od[None, :], mask=(w_b != 0.0)[:, None] & in_row, other=0.0).to(tl.float32)
     merged = a * (w_a / divisor)[:, None] + b * (w_b / divisor)[:, None]
     out_row = out_ptr + token * out_token_stride + head * out_head_stride
     tl.store(out_row[:, None] + od[None, :], cast(merged, out_ptr.dtype.element_ty, EXACT), mask=live[:, None] & in_row)

@@ -137,7 +137,7 @@ def _prefill(
                 D0, D1, D1_PADDED, V, V_PADDED, True, EXACT,
             )  # fmt: skip
 
-        seen = l > 0.0
+        seen = l != 0.0  # a NaN among the live numbers is seen
         total = tl.where(seen, l, 1.0)
         out_row = out_ptr + token * out_token_stride + far_head * out_head_stride
         result = cast(acc / total[:, None], out_ptr.dtype.element_ty, EXACT)
