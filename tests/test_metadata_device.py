@@ -164,6 +164,7 @@ def test_buffers_live_where_attention_runs(device: torch.device) -> None:
     assert meta.decode_metadata.plan is not None
     for part in (meta, meta.decode_metadata, meta.prefill_metadata, meta.decode_metadata.plan):
         tensors = {name: value for name, value in vars(part).items() if isinstance(value, torch.Tensor)}
+        tensors.pop("handle", None)  # a name for torch.compile, read on the host
         assert len(tensors) >= 3
         assert {name: value.device for name, value in tensors.items()} == dict.fromkeys(tensors, device)
 
