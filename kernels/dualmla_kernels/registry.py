@@ -26,11 +26,9 @@ MOVE_ROWS = (*MULTIPLY, decode._combine, merge_states._merge)
 """Kernels whose time goes with the bytes they read, which are to come 16 at a time."""
 
 KNOWN_FAULTS = {
-    ("sm_90", "decode"): "64 rows fill the registers of Hopper",
+    ("sm_90", "decode"): "64 rows, and conversions from float8, fill the registers of Hopper",
     ("gfx90a", "decode"): "float8 is converted in software",
-    ("gfx90a", "prefill"): "tuned for gfx942",
     ("gfx942", "prefill"): "two loops over 128 rows",
-    ("gfx950", "prefill"): "two loops over 128 rows",
 }
 """(chip, kernel) whose code breaks a gate in some of its cases, and why."""
 
