@@ -19,6 +19,7 @@ APT_PACKAGES ?= llvm-22
 # PYTHON is the system's or itself in a virtual environment (which --system-site-packages would look past).
 TORCH_FROM ?= $(shell $(PYTHON) -c 'import os, torch; print(os.path.dirname(torch.__path__[0]))' 2>/dev/null)
 
+# Tools are run as modules: a script lies beside the Python that a package was installed for, which TORCH_FROM may make another one.
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # Builds of torch for CUDA and for ROCm bring their own Triton (ROCm's under another name): a second one is never put
@@ -30,19 +31,19 @@ AITER_EXTRA = $(call extra_unless,hip,aiter)
 .PHONY: demo test lint types imports pytest wheel format clean
 
 demo: $(VENV)/.demo
-	$(BIN)/dualmla demo
+	$(BIN)/python -m dualmla demo
 
 test: lint types imports pytest
 
 lint: $(VENV)/.test
-	$(BIN)/ruff check
-	$(BIN)/ruff format --check
+	$(BIN)/python -m ruff check
+	$(BIN)/python -m ruff format --check
 
 types: $(VENV)/.test
-	$(BIN)/mypy
+	$(BIN)/python -m mypy
 
 imports: $(VENV)/.test
-	$(BIN)/lint-imports
+	$(BIN)/python -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
 
 # One thread a process: the small tensors of the tests are slower with more. The wheel's tests share one build.
 pytest: $(VENV)/.test
@@ -52,8 +53,8 @@ wheel: $(VENV)/.test
 	$(BIN)/python -m build --wheel --no-isolation
 
 format: $(VENV)/.test
-	$(BIN)/ruff check --fix
-	$(BIN)/ruff format
+	$(BIN)/python -m ruff check --fix
+	$(BIN)/python -m ruff format
 
 clean:
 	rm -rf build dist .venv .hypothesis .benchmarks .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
