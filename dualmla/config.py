@@ -10,6 +10,9 @@ import torch
 FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
+MOST_HEAD_DIM = 512
+"""Numbers a query, key or value head: the tiles of the prefill kernel are made for no more."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MLAConfig:
@@ -23,7 +26,7 @@ class MLAConfig:
         kv_lora_rank: numbers of the compressed latent `kv_c`; a power of two, 32..512.
         qk_nope_head_dim: query/key numbers a head without position; a multiple of 16.
         qk_rope_head_dim: query/key numbers a head with rotary position; a multiple of 16, 16..128.
-        v_head_dim: value numbers a head; a multiple of 16.
+        v_head_dim: value numbers a head; a multiple of 16, up to 512, as is qk_nope_head_dim + qk_rope_head_dim.
         dtype: of activations and weights: bfloat16, float16 or float32.
         kv_cache_dtype: of the latent cache: `dtype`, float8_e4m3fn or float8_e4m3fnuz. None becomes `dtype`.
 
@@ -57,6 +60,9 @@ class MLAConfig:
         for name in ("qk_nope_head_dim", "v_head_dim"):
             if getattr(self, name) % 16:
                 raise ValueError(f"{name} must be a multiple of 16, got {getattr(self, name)}")
+        for name in ("qk_head_dim", "v_head_dim"):
+            if getattr(self, name) > MOST_HEAD_DIM:
+                raise ValueError(f"{name} must be at most {MOST_HEAD_DIM}, got {getattr(self, name)}")
         if self.dtype not in COMPUTE_DTYPES:
             raise ValueError(f"dtype must be one of {_names(COMPUTE_DTYPES)}, got {self.dtype}")
         if self.kv_cache_dtype is None:

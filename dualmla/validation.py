@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dualmla.config import FLOAT8_DTYPES, check_latent_dims
+from dualmla.config import FLOAT8_DTYPES, MOST_HEAD_DIM, check_latent_dims
 
 if TYPE_CHECKING:
     from dualmla.metadata import MLAMetadata
@@ -179,9 +179,9 @@ def check_count(name: str, value: object, *, least: int = 0) -> int:
 
 
 def check_head_dim(name: str, value: int) -> None:
-    """A head dimension that the kernels take: a multiple of 16, up to 512."""
-    if value % 16 or not 16 <= value <= 512:
-        raise ValueError(f"{name} must have heads of a multiple of 16 numbers, 16 to 512, got {value}")
+    """A head dimension that the kernels take: a multiple of 16, up to `MOST_HEAD_DIM`."""
+    if value % 16 or not 16 <= value <= MOST_HEAD_DIM:
+        raise ValueError(f"{name} must have heads of a multiple of 16 numbers, 16 to {MOST_HEAD_DIM}, got {value}")
 
 
 def check_spans(block_table: torch.Tensor, cu_seqlens: torch.Tensor, seq_starts: torch.Tensor, kv_cache: torch.Tensor) -> None:

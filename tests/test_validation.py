@@ -329,6 +329,8 @@ def test_concat_and_cache_mla_refuses(refuses: Refuses, wrong: str) -> None:
         ({"softmax_scale": "0.1"}, TypeError, "softmax_scale must be a float, got '0.1'"),
         ({"softmax_scale": 0}, ValueError, "softmax_scale must be finite and positive, got 0"),
         ({"softmax_scale": math.nan}, ValueError, "softmax_scale must be finite and positive, got nan"),
+        ({"v_head_dim": 528}, ValueError, "v_head_dim must be at most 512, got 528"),
+        ({"qk_nope_head_dim": 464}, ValueError, "qk_head_dim must be at most 512, got 528"),
         ({"kv_lora_rank": 16}, ValueError, "kv_lora_rank must be a power of two from 32 to 512, got 16"),
         ({"kv_lora_rank": 1024}, ValueError, "kv_lora_rank must be a power of two from 32 to 512, got 1024"),
         ({"kv_lora_rank": 384}, ValueError, "kv_lora_rank must be a power of two from 32 to 512, got 384"),

@@ -29,12 +29,10 @@ import triton
 import triton.language as tl
 
 from dualmla_kernels.launch import launch
-from dualmla_kernels.numerics import cast, dot
+from dualmla_kernels.numerics import LN2, LOG2E, cast, dot
 from dualmla_kernels.plan import PlanShape, SplitPlan, balanced_plan, fixed_plan
 from dualmla_kernels.target import Target, target_of
 
-LN2 = tl.constexpr(0.6931471805599453)
-LOG2E = tl.constexpr(1.4426950408889634)
 SLACK = tl.constexpr(8.0)  # growth of a maximum, as a power of two, that a lazy rescale lets pass
 
 

@@ -11,6 +11,9 @@ none, and one path for all means that what a CPU has tested is what a GPU runs.
 import triton
 import triton.language as tl
 
+LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def dot(a, b, acc, EXACT: tl.constexpr):

@@ -25,11 +25,8 @@ import triton
 import triton.language as tl
 
 from dualmla_kernels.launch import launch
-from dualmla_kernels.numerics import cast, dot
+from dualmla_kernels.numerics import LN2, LOG2E, cast, dot
 from dualmla_kernels.target import target_of
-
-LN2 = tl.constexpr(0.6931471805599453)
-LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
