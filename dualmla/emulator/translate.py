@@ -143,7 +143,8 @@ def _encode_scalar(encoder: Encoder) -> None:
         encoder.constant(len(semantics.arguments) - 1, value)
     else:
         for k, letter in enumerate(semantics.arguments):
-            encoder.source(k, instruction[f"ssrc{k}"], wide=letter == "q")
+            old = k == 1 and name.startswith("S_BITSET")
+            encoder.source(k, instruction["sdst" if old else f"ssrc{k}"], wide=letter == "q")
     if semantics.results:
         encoder.set(dst=instruction["sdst"], dst_width=2 if semantics.results == "q" else 1)
 
@@ -206,7 +207,7 @@ def _encode_vector(encoder: Encoder) -> None:
         elif operands[k] is None:
             encoder.constant(k, instruction["literal"])
         else:
-            encoder.source(k, operands[k], wide=letter in "qd", double=letter == "d")
+            encoder.source(k, operands[k], wide=letter in "qd", double=letter == "d", accumulator=name == "V_ACCVGPR_MOV_B32")
     if name == "V_FMAMK_F32":  # a * K + b
         encoder.swap(1, 2)
     encoder.vector_modifiers(is_float=letters[0] in "fd", half_result=name in _HALF_RESULTS)
@@ -241,7 +242,7 @@ def _vector_results(encoder: Encoder, results: str) -> None:
         else:
             encoder.set(sdst=fields.get("vdst", state.VCC), dst=-1)
         return
-    accumulator = 256 if instruction.name == "V_ACCVGPR_WRITE" else 0
+    accumulator = 256 if instruction.name in ("V_ACCVGPR_WRITE", "V_ACCVGPR_MOV_B32") else 0
     encoder.set(dst=instruction["vdst"] - 256 + accumulator, dst_width=2 if results[0] in "qd" else 1)
     encoder.set(sdst=fields.get("sdst", state.VCC) if results.endswith("m") else -1)
 

@@ -11,7 +11,7 @@ from dualmla.emulator.jit import njit
 from dualmla.emulator.registry import vector
 
 
-@vector("u -> u", "V_MOV_B32", "V_ACCVGPR_READ", "V_ACCVGPR_WRITE")
+@vector("u -> u", "V_MOV_B32", "V_ACCVGPR_READ", "V_ACCVGPR_WRITE", "V_ACCVGPR_MOV_B32")
 @vector("q -> q", "V_MOV_B64")
 def move(a: Any) -> Any:
     return a

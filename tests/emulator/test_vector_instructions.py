@@ -235,6 +235,7 @@ EXPECTED = {
     "V_MOV_B32": lambda a: a,
     "V_ACCVGPR_READ": lambda a: a,
     "V_ACCVGPR_WRITE": lambda a: a,
+    "V_ACCVGPR_MOV_B32": lambda a: a,
     "V_MOV_B64": lambda a: a,
     "V_PK_MOV_B32": lambda a, b: a | b << 32,
     "V_ADD_U32": lambda a, b: a + b,
@@ -447,7 +448,7 @@ def test_vector_instruction(name):
         v = {}
         for k, letter in enumerate(letters.replace("m", "")):
             for part, words in enumerate(register_values(letter, [row[k] for row in lanes])):
-                v[2 * k + part + (256 if name == "V_ACCVGPR_READ" else 0)] = words
+                v[2 * k + part + (256 if name in ("V_ACCVGPR_READ", "V_ACCVGPR_MOV_B32") else 0)] = words
         v[20] = np.full(64, 0xABCD1234, np.uint32)
         s = {30: MASK & M32, 31: MASK >> 32, 106: MASK & M32, 107: MASK >> 32}
         end = run([instruction(opcode, letters, semantics.results)], v=v, s=s, arch=arch or "gfx942")
@@ -459,7 +460,7 @@ def test_vector_instruction(name):
             flags = expected if semantics.results == "m" else [flag for _, flag in expected]
             assert end.s64(40) == sum(int(flag) << lane for lane, flag in enumerate(flags))
             expected = [] if semantics.results == "m" else [value for value, _ in expected]
-        destination = 20 + (256 if name == "V_ACCVGPR_WRITE" else 0)
+        destination = 20 + (256 if name in ("V_ACCVGPR_WRITE", "V_ACCVGPR_MOV_B32") else 0)
         letter = semantics.results[0]
         if letter in "ui":
             assert end.v(destination).tolist() == [int(x) & M32 for x in expected], name
