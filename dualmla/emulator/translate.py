@@ -40,6 +40,8 @@ SWAP_16, SWAP_32 = 16, 32
 READ_FIRST_LANE, READ_LANE, WRITE_LANE = range(3)
 _HALF_RESULTS = ("V_CVT_PK_FP8_F32",)
 _PACKED = ("V_PK_MOV_B32", "V_PK_ADD_F32", "V_PK_MUL_F32", "V_PK_FMA_F32")
+_SATURATING = ("V_ADD_U32", "V_SUB_U32")
+"""Integer instructions whose clamp has semantics of its own, under the name with `.clamp`."""
 _CHIP_SPECIFIC = ("V_CVT_PK_FP8_F32", "V_CVT_F32_FP8", "V_CVT_F32_BF8", "V_CVT_PK_F32_FP8")
 
 
@@ -190,7 +192,9 @@ def _encode_vector(encoder: Encoder) -> None:
         encoder.source(0, instruction["src0"])
         encoder.set(dst=instruction["vdst"] - 256)
         return
-    semantics = VECTOR.get(f"{name}.{encoder.arch}" if name in _CHIP_SPECIFIC else name)
+    saturates = name in _SATURATING and bool(instruction.get("clmp"))
+    variant = f".{encoder.arch}" if name in _CHIP_SPECIFIC else ".clamp" if saturates else ""
+    semantics = VECTOR.get(name + variant)
     if semantics is None:
         raise RefusedError("not supported")
     encoder.kind(state.VECTOR, op=semantics.number)
@@ -210,7 +214,7 @@ def _encode_vector(encoder: Encoder) -> None:
             encoder.source(k, operands[k], wide=letter in "qd", double=letter == "d", accumulator=name == "V_ACCVGPR_MOV_B32")
     if name == "V_FMAMK_F32":  # a * K + b
         encoder.swap(1, 2)
-    encoder.vector_modifiers(is_float=letters[0] in "fd", half_result=name in _HALF_RESULTS)
+    encoder.vector_modifiers(is_float=letters[0] in "fd", half_result=name in _HALF_RESULTS, saturates=saturates)
     _vector_results(encoder, semantics.results)
 
 

@@ -32,6 +32,16 @@ def subtract(a: Any, b: Any) -> Any:
     return a - b
 
 
+@vector("u u -> u", "V_ADD_U32.clamp")
+def add_saturating(a: Any, b: Any) -> Any:
+    return min(a + b, 0xFFFFFFFF)
+
+
+@vector("u u -> u", "V_SUB_U32.clamp")
+def subtract_saturating(a: Any, b: Any) -> Any:
+    return max(a - b, 0)
+
+
 @vector("u u -> u", "V_SUBREV_U32")
 def subtract_reversed(a: Any, b: Any) -> Any:
     return b - a

@@ -228,5 +228,5 @@ def test_an_unknown_instruction_stops_the_run_only_when_reached():
 
 @pytest.mark.parametrize("fields", [{"omod": 1}, {"opsel": 1}, {"clmp": 1}, {"neg": 1}, {"src0": 239}])
 def test_a_modifier_or_operand_nobody_implemented_is_refused(fields):
-    with pytest.raises(UnsupportedInstructionError, match="V_ADD_U32"):
-        run([vop3("V_ADD_U32", V, *(() if "src0" in fields else (V,)), **fields)])
+    with pytest.raises(UnsupportedInstructionError, match="V_ADD_I32"):
+        run([vop3("V_ADD_I32", V, *(() if "src0" in fields else (V,)), **fields)])

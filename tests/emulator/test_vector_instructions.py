@@ -242,6 +242,8 @@ EXPECTED = {
     "V_ADD_I32": lambda a, b: a + b,
     "V_SUB_U32": lambda a, b: a - b,
     "V_SUB_I32": lambda a, b: a - b,
+    "V_ADD_U32.clamp": lambda a, b: min(a + b, M32),
+    "V_SUB_U32.clamp": lambda a, b: max(a - b, 0),
     "V_SUBREV_U32": lambda a, b: b - a,
     "V_ADD_CO_U32": lambda a, b: (a + b, int(a + b > M32)),
     "V_ADDC_CO_U32": lambda a, b, c: (a + b + c, int(a + b + c > M32)),
@@ -440,7 +442,8 @@ def close(name: str, got: np.ndarray, expected: np.ndarray) -> bool:
 @pytest.mark.parametrize("name", sorted(EXPECTED))
 def test_vector_instruction(name):
     semantics = VECTOR[name]
-    opcode, _, arch = name.partition(".")
+    opcode, _, variant = name.partition(".")
+    clamp, arch = variant == "clamp", "" if variant == "clamp" else variant
     letters = semantics.arguments
     rows = tuples(letters)
     for start in range(0, len(rows), 64):
@@ -451,7 +454,10 @@ def test_vector_instruction(name):
                 v[2 * k + part + (256 if name in ("V_ACCVGPR_READ", "V_ACCVGPR_MOV_B32") else 0)] = words
         v[20] = np.full(64, 0xABCD1234, np.uint32)
         s = {30: MASK & M32, 31: MASK >> 32, 106: MASK & M32, 107: MASK >> 32}
-        end = run([instruction(opcode, letters, semantics.results)], v=v, s=s, arch=arch or "gfx942")
+        executed = instruction(opcode, letters, semantics.results)
+        if clamp:
+            executed.fields["clmp"] = 1
+        end = run([executed], v=v, s=s, arch=arch or "gfx942")
         with np.errstate(all="ignore"):
             converted = [[np.float32(x) if t == "f" else x for t, x in zip(letters, row, strict=False)] for row in lanes]
             masks = [[MASK >> lane & 1] if "m" in letters else [] for lane in range(64)]
