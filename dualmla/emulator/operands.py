@@ -94,7 +94,9 @@ class Encoder:
     def vector_modifiers(self, *, is_float: bool, half_result: bool, saturates: bool = False) -> None:
         """Sign, clamp, SDWA and DPP modifiers of a VOP1, VOP2, VOPC or VOP3 instruction. `saturates`: what is executed clamps."""
         get, name = self.instruction.get, self.instruction.name
-        if name == "V_BITOP3_B32":  # its truth table sits where the modifiers do
+        if name.startswith("V_BITOP3"):  # its truth table sits where the modifiers do
+            if get("opsel"):
+                raise RefusedError("operand selects are not supported")
             return
         if get("omod"):
             raise RefusedError("output modifiers (omod) are not supported")

@@ -200,7 +200,7 @@ def _encode_vector(encoder: Encoder) -> None:
     encoder.kind(state.VECTOR, op=semantics.number)
     operands = _vector_operands(instruction)
     letters = semantics.arguments.replace("l", "")
-    if name == "V_BITOP3_B32":
+    if name.startswith("V_BITOP3"):
         encoder.constant(3, instruction["omod"] << 6 | instruction["abs"] << 3 | instruction["neg"])
         letters = letters[:3]
     for k, letter in enumerate(letters):

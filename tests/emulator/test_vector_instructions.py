@@ -371,6 +371,7 @@ for op, f in compare.items():
 
 ELSEWHERE = {
     "V_BITOP3_B32": "test_modifiers",
+    "V_BITOP3_B16": "test_modifiers",
     "V_MBCNT_LO_U32_B32": "test_modifiers",
     "V_MBCNT_HI_U32_B32": "test_modifiers",
     "V_FMAC_F32": "test_modifiers",
