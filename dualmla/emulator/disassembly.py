@@ -84,7 +84,8 @@ def _scalar(instruction: Instruction) -> str:
     semantics = SCALAR[name]
     if instruction.encoding.startswith("SOPK"):
         return f"{name.lower()} {operand(instruction['sdst'])}, {instruction['simm16']:#x}"
-    sources = [operand(instruction[f"ssrc{k}"], WIDTH[letter], literal=literal) for k, letter in enumerate(semantics.arguments)]
+    letters = semantics.arguments[:1] if name.startswith("S_BITSET") else semantics.arguments  # the other is the destination
+    sources = [operand(instruction[f"ssrc{k}"], WIDTH[letter], literal=literal) for k, letter in enumerate(letters)]
     destination = [operand(instruction["sdst"], WIDTH[semantics.results])] if semantics.results else []
     return f"{name.lower()} {', '.join(destination + sources)}"
 
@@ -146,6 +147,8 @@ def _vector(instruction: Instruction) -> str:
         suffix = "" if name == "V_READFIRSTLANE_B32" else "_e32"
         code = instruction["vdst"] if suffix else instruction["vdst"] & 255
         return f"{name.lower()}{suffix} {operand(code)}, {operand(instruction['src0'])}"
+    if name == "V_ACCVGPR_MOV_B32":
+        return f"v_accvgpr_mov_b32 {', '.join(operand(instruction[field], accumulator=True) for field in ('vdst', 'src0'))}"
     semantics = VECTOR[name] if name in VECTOR else VECTOR[f"{name}.gfx942"]
     letters = semantics.arguments
     sources = _sources(instruction, letters)

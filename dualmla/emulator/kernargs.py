@@ -88,13 +88,16 @@ _TRITON_SIZES = {"fp32": ("f", 4), "fp64": ("d", 8), "i64": ("q", 8), "u64": ("Q
 _TRITON_SIZES |= {"i16": ("h", 2), "u16": ("H", 2), "i32": ("i", 4), "u32": ("I", 4)}
 
 
-def pack_triton(signature: Mapping[str, str], values: Mapping[str, int | float]) -> bytes:
-    """The argument bytes of a Triton kernel: `signature` as given to `ASTSource` (pointers `*...`), values by name. Fields
-    are naturally aligned, constexprs left out, and two null scratch pointers follow."""
+def pack_triton(signature: Mapping[str, str], values: Mapping[str, int | float], grid: tuple[int, int, int]) -> bytes:
+    """The argument bytes of a Triton kernel: `signature` as given to `ASTSource` (pointers `*...`), values by name.
+
+    Fields are naturally aligned, constexprs left out. Two null scratch pointers follow, then what `tl.num_programs` reads:
+    the workgroups of `grid`, where LLVM puts the hidden argument `block_count`.
+    """
     out = b""
     for name, kind in signature.items():
         if kind == "constexpr":
             continue
         form, size = ("Q", 8) if kind.startswith("*") else _TRITON_SIZES[kind]
         out += b"\0" * (-len(out) % size) + struct.pack(f"<{form}", values[name])
-    return out + b"\0" * (-len(out) % 8) + bytes(16)
+    return out + b"\0" * (-len(out) % 8) + bytes(16) + struct.pack("<III", *grid)

@@ -147,20 +147,25 @@ def _adder(dim: int) -> Any:
 
     @njit
     def add(wave: Any, ins: Any) -> Any:
+        # all of C is read before any of D is written: LLVM lets C and a D of four registers overlap in part
         for register in range(dim * dim // 64):
-            if ins.src[2] < state.SGPR:
-                for lane in range(64):
+            for lane in range(64):
+                if ins.src[2] < state.SGPR:
                     wave.out_f[lane] = wave.v_f[ins.src[2] + register, lane]
-            else:
-                for lane in range(64):
+                else:
                     wave.out[lane] = ins.literal[2]
             for group in range(groups):
                 row = 4 * groups * (register >> 2) + 4 * group + (register & 3)
                 line, added = wave.product[row * dim : (row + 1) * dim], wave.out_f[group * dim : (group + 1) * dim]
                 for column in range(dim):
-                    added[column] = np.float32(line[column] + np.float64(added[column]))
-            for lane in range(64):
-                wave.v_f[ins.dst + register, lane] = wave.out_f[lane]
+                    line[column] += np.float64(added[column])
+        for register in range(dim * dim // 64):
+            for group in range(groups):
+                row = 4 * groups * (register >> 2) + 4 * group + (register & 3)
+                line = wave.product[row * dim : (row + 1) * dim]
+                result = wave.v_f[ins.dst + register, group * dim : (group + 1) * dim]
+                for column in range(dim):
+                    result[column] = np.float32(line[column])
 
     return add
 

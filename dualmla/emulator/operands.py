@@ -91,10 +91,12 @@ class Encoder:
         for field in ("src", "literal", "form", "registers"):
             self.record[field][j], self.record[field][k] = self.record[field][k], self.record[field][j]
 
-    def vector_modifiers(self, *, is_float: bool, half_result: bool) -> None:
-        """Sign, clamp, SDWA and DPP modifiers of a VOP1, VOP2, VOPC or VOP3 instruction."""
+    def vector_modifiers(self, *, is_float: bool, half_result: bool, saturates: bool = False) -> None:
+        """Sign, clamp, SDWA and DPP modifiers of a VOP1, VOP2, VOPC or VOP3 instruction. `saturates`: what is executed clamps."""
         get, name = self.instruction.get, self.instruction.name
-        if name == "V_BITOP3_B32":  # its truth table sits where the modifiers do
+        if name.startswith("V_BITOP3"):  # its truth table sits where the modifiers do
+            if get("opsel"):
+                raise RefusedError("operand selects are not supported")
             return
         if get("omod"):
             raise RefusedError("output modifiers (omod) are not supported")
@@ -104,11 +106,11 @@ class Encoder:
             absolute |= get(f"src{k}_abs") << k
         if (negate or absolute) and not is_float and name != "V_CNDMASK_B32":
             raise RefusedError("sign modifiers on an integer instruction")
-        if get("clmp") and not is_float:
+        if get("clmp") and not is_float and not saturates:
             raise RefusedError("clamp on an integer instruction is not supported")
         if get("opsel") & ~(8 if half_result else 0):
             raise RefusedError(f"operand selects {get('opsel'):#x} are not supported")
-        self.set(negate=negate, absolute=absolute, clamp=get("clmp"))
+        self.set(negate=negate, absolute=absolute, clamp=get("clmp") and is_float)
         if half_result:
             self.set(dst_select=5 if get("opsel") & 8 else 4, dst_keep=1)
         encoding = self.instruction.encoding

@@ -1,4 +1,5 @@
-"""Scalar instructions: `(a, b, scc) -> (result, scc)`, where `b` is the destination's old value for the SOPK forms.
+"""Scalar instructions: `(a, b, scc) -> (result, scc)`, where the destination's old value is `a` in the SOPK forms and `b`
+in S_BITSET.
 
 32-bit operands arrive as 0 .. 2**32-1 (u) or two's complement (i), 64-bit ones (q) as signed bit patterns. A comparison's
 result is not stored. Branches, waits and barriers live in `interpreter`. Written from AMD's "CDNA3" Instruction Set
@@ -308,6 +309,16 @@ def s_less(a: Any, b: Any, scc: Any) -> Any:
 @scalar("u u ->", "S_CMP_LE_U32", "S_CMPK_LE_U32")
 def s_less_equal(a: Any, b: Any, scc: Any) -> Any:
     return a, np.int64(a <= b)
+
+
+@scalar("u u -> u", "S_BITSET0_B32")
+def s_clear_bit(a: Any, b: Any, scc: Any) -> Any:
+    return b & ~(1 << (a & 31)), scc
+
+
+@scalar("u u -> u", "S_BITSET1_B32")
+def s_set_bit(a: Any, b: Any, scc: Any) -> Any:
+    return b | 1 << (a & 31), scc
 
 
 @scalar("u u ->", "S_BITCMP0_B32")

@@ -40,6 +40,8 @@ SWAP_16, SWAP_32 = 16, 32
 READ_FIRST_LANE, READ_LANE, WRITE_LANE = range(3)
 _HALF_RESULTS = ("V_CVT_PK_FP8_F32",)
 _PACKED = ("V_PK_MOV_B32", "V_PK_ADD_F32", "V_PK_MUL_F32", "V_PK_FMA_F32")
+_SATURATING = ("V_ADD_U32", "V_SUB_U32")
+"""Integer instructions whose clamp has semantics of its own, under the name with `.clamp`."""
 _CHIP_SPECIFIC = ("V_CVT_PK_FP8_F32", "V_CVT_F32_FP8", "V_CVT_F32_BF8", "V_CVT_PK_F32_FP8")
 
 
@@ -143,7 +145,8 @@ def _encode_scalar(encoder: Encoder) -> None:
         encoder.constant(len(semantics.arguments) - 1, value)
     else:
         for k, letter in enumerate(semantics.arguments):
-            encoder.source(k, instruction[f"ssrc{k}"], wide=letter == "q")
+            old = k == 1 and name.startswith("S_BITSET")
+            encoder.source(k, instruction["sdst" if old else f"ssrc{k}"], wide=letter == "q")
     if semantics.results:
         encoder.set(dst=instruction["sdst"], dst_width=2 if semantics.results == "q" else 1)
 
@@ -189,13 +192,15 @@ def _encode_vector(encoder: Encoder) -> None:
         encoder.source(0, instruction["src0"])
         encoder.set(dst=instruction["vdst"] - 256)
         return
-    semantics = VECTOR.get(f"{name}.{encoder.arch}" if name in _CHIP_SPECIFIC else name)
+    saturates = name in _SATURATING and bool(instruction.get("clmp"))
+    variant = f".{encoder.arch}" if name in _CHIP_SPECIFIC else ".clamp" if saturates else ""
+    semantics = VECTOR.get(name + variant)
     if semantics is None:
         raise RefusedError("not supported")
     encoder.kind(state.VECTOR, op=semantics.number)
     operands = _vector_operands(instruction)
     letters = semantics.arguments.replace("l", "")
-    if name == "V_BITOP3_B32":
+    if name.startswith("V_BITOP3"):
         encoder.constant(3, instruction["omod"] << 6 | instruction["abs"] << 3 | instruction["neg"])
         letters = letters[:3]
     for k, letter in enumerate(letters):
@@ -206,10 +211,10 @@ def _encode_vector(encoder: Encoder) -> None:
         elif operands[k] is None:
             encoder.constant(k, instruction["literal"])
         else:
-            encoder.source(k, operands[k], wide=letter in "qd", double=letter == "d")
+            encoder.source(k, operands[k], wide=letter in "qd", double=letter == "d", accumulator=name == "V_ACCVGPR_MOV_B32")
     if name == "V_FMAMK_F32":  # a * K + b
         encoder.swap(1, 2)
-    encoder.vector_modifiers(is_float=letters[0] in "fd", half_result=name in _HALF_RESULTS)
+    encoder.vector_modifiers(is_float=letters[0] in "fd", half_result=name in _HALF_RESULTS, saturates=saturates)
     _vector_results(encoder, semantics.results)
 
 
@@ -241,7 +246,7 @@ def _vector_results(encoder: Encoder, results: str) -> None:
         else:
             encoder.set(sdst=fields.get("vdst", state.VCC), dst=-1)
         return
-    accumulator = 256 if instruction.name == "V_ACCVGPR_WRITE" else 0
+    accumulator = 256 if instruction.name in ("V_ACCVGPR_WRITE", "V_ACCVGPR_MOV_B32") else 0
     encoder.set(dst=instruction["vdst"] - 256 + accumulator, dst_width=2 if results[0] in "qd" else 1)
     encoder.set(sdst=fields.get("sdst", state.VCC) if results.endswith("m") else -1)
 

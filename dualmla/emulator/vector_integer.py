@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from dualmla.emulator import state
 from dualmla.emulator.jit import njit
 from dualmla.emulator.registry import vector
 
+UPPER_POISON = state.POISON_REGISTER & 0xFFFF0000
 
-@vector("u -> u", "V_MOV_B32", "V_ACCVGPR_READ", "V_ACCVGPR_WRITE")
+
+@vector("u -> u", "V_MOV_B32", "V_ACCVGPR_READ", "V_ACCVGPR_WRITE", "V_ACCVGPR_MOV_B32")
 @vector("q -> q", "V_MOV_B64")
 def move(a: Any) -> Any:
     return a
@@ -30,6 +33,16 @@ def add(a: Any, b: Any) -> Any:
 @vector("u u -> u", "V_SUB_U32", "V_SUB_I32")
 def subtract(a: Any, b: Any) -> Any:
     return a - b
+
+
+@vector("u u -> u", "V_ADD_U32.clamp")
+def add_saturating(a: Any, b: Any) -> Any:
+    return min(a + b, 0xFFFFFFFF)
+
+
+@vector("u u -> u", "V_SUB_U32.clamp")
+def subtract_saturating(a: Any, b: Any) -> Any:
+    return max(a - b, 0)
 
 
 @vector("u u -> u", "V_SUBREV_U32")
@@ -107,14 +120,25 @@ def bit_field_insert(a: Any, b: Any, c: Any) -> Any:
     return (a & b) | (~a & c)
 
 
-@vector("u u u u -> u", "V_BITOP3_B32")
-def bit_operation3(a: Any, b: Any, c: Any, table: Any) -> Any:
-    """Any boolean function of three bits: bit `4a + 2b + c` of the truth table (gfx950)."""
+@njit
+def truth_table(a: Any, b: Any, c: Any, table: Any) -> Any:
+    """Any boolean function of three bits: bit `4a + 2b + c` of the table."""
     result = 0
     for row in range(8):
         if table >> row & 1:
             result |= (a if row & 4 else ~a) & (b if row & 2 else ~b) & (c if row & 1 else ~c)
     return result
+
+
+@vector("u u u u -> u", "V_BITOP3_B32")
+def bit_operation3(a: Any, b: Any, c: Any, table: Any) -> Any:
+    return truth_table(a, b, c, table)
+
+
+@vector("u u u u -> u", "V_BITOP3_B16")
+def bit_operation3_16(a: Any, b: Any, c: Any, table: Any) -> Any:
+    """The low halves alone. What becomes of the upper half is not documented: it is poisoned, so that nothing can rely on it."""
+    return truth_table(a, b, c, table) & 0xFFFF | UPPER_POISON
 
 
 @vector("u u -> u", "V_LSHLREV_B32")

@@ -77,8 +77,8 @@ def test_slots_are_16_bytes():
 
 def test_triton_arguments_are_naturally_aligned():
     signature = {"n": "i32", "p": "*fp32", "BLOCK": "constexpr", "scale": "fp32", "wide": "i64"}
-    packed = pack_triton(signature, {"n": 7, "p": 1 << 40, "scale": 0.5, "wide": -1})
-    assert packed == struct.pack("<i4xQf4xq", 7, 1 << 40, 0.5, -1) + bytes(16)
+    packed = pack_triton(signature, {"n": 7, "p": 1 << 40, "scale": 0.5, "wide": -1}, grid=(4, 5, 6))
+    assert packed == struct.pack("<i4xQf4xq", 7, 1 << 40, 0.5, -1) + bytes(16) + struct.pack("<III", 4, 5, 6)
 
 
 def test_the_decoder_alone_knows_tinygrad():

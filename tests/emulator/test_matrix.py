@@ -63,6 +63,23 @@ def test_matrix_instruction(name, arch):
         assert np.allclose(end.f(100 + register), wanted, rtol=2e-7, atol=1e-6), (register, end.f(100 + register), wanted)
 
 
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("name", [name for name in PLAIN if SHAPES[name].results == 4])
+@pytest.mark.parametrize("c_at", [97, 98, 99, 101, 102, 103])
+def test_c_and_d_overlap_in_part(name, arch, c_at):
+    """LLVM allocates C and a D of four registers so: no row of D may be written before all of C is read."""
+    shape = SHAPES[name]
+    a = matrix(shape.dim, shape.depth, dtype_of(shape.left, arch), 1)
+    b = matrix(shape.dim, shape.depth, dtype_of(shape.right, arch), 2)
+    registers = dict(enumerate(operand(a))) | {16 + r: x for r, x in enumerate(operand(b))}
+    registers |= {c_at + r: np.float32(1000 * (r + 1)) for r in range(4)}
+    end = run([mfma(name, src2=V + c_at)], v=registers, arch=arch)
+    expected = (a.double() @ b.double().T).numpy()
+    for register in range(4):
+        wanted = [expected[place(16, register, lane)] + 1000 * (register + 1) for lane in range(64)]
+        assert np.allclose(end.f(100 + register), wanted, rtol=2e-7, atol=1e-6), register
+
+
 @pytest.mark.parametrize("acc", range(4))
 @pytest.mark.parametrize("acc_cd", [0, 1])
 def test_accumulation_registers(acc, acc_cd):

@@ -86,13 +86,20 @@ def test_fmac_adds_to_its_destination():
 
 @pytest.mark.parametrize("table", [0x00, 0xFF, 0x96, 0xE8, 0xCA, 0x1B, 0x80, 0x01])
 def test_bitop3(table):
-    end = run(
-        [vop3("V_BITOP3_B32", V + 20, V, V + 1, V + 2, omod=table >> 6, abs=table >> 3 & 7, neg=table & 7)], v={0: A, 1: B, 2: ~A + B}
-    )
+    """The 16-bit form leaves the upper half to chance."""
+    fields = {"omod": table >> 6, "abs": table >> 3 & 7, "neg": table & 7}
+    listing = [vop3(f"V_BITOP3_B{bits}", V + 20 + bits, V, V + 1, V + 2, **fields) for bits in (32, 16)]
+    end = run(listing, v={0: A, 1: B, 2: ~A + B})
     for lane in range(64):
         a, b, c = int(A[lane]), int(B[lane]), int((~A + B)[lane])
         expected = sum((table >> (4 * (a >> i & 1) + 2 * (b >> i & 1) + (c >> i & 1)) & 1) << i for i in range(32))
-        assert int(end.v(20)[lane]) == expected
+        assert int(end.v(52)[lane]) == expected
+        assert int(end.v(36)[lane]) == expected & 0xFFFF | 0x7FC00000
+
+
+def test_bitop3_of_upper_halves_is_refused():
+    with pytest.raises(UnsupportedInstructionError, match="V_BITOP3_B16"):
+        run([vop3("V_BITOP3_B16", V + 20, V, V + 1, V + 2, opsel=1)])
 
 
 def test_mbcnt_counts_the_mask_bits_below_each_lane():

@@ -85,6 +85,8 @@ EXPECTED = {
     "S_PACK_LL_B32_B16": lambda a, b, scc: (a & 0xFFFF | b << 16, scc),
     "S_PACK_LH_B32_B16": lambda a, b, scc: (a & 0xFFFF | b & 0xFFFF0000, scc),
     "S_PACK_HH_B32_B16": lambda a, b, scc: (a >> 16 | b & 0xFFFF0000, scc),
+    "S_BITSET0_B32": lambda a, old, scc: (old & ~(1 << a % 32), scc),
+    "S_BITSET1_B32": lambda a, old, scc: (old | 1 << a % 32, scc),
     "S_BITCMP0_B32": lambda a, b, scc: (None, int(not a >> b % 32 & 1)),
     "S_BITCMP1_B32": lambda a, b, scc: (None, a >> b % 32 & 1),
 }
@@ -117,7 +119,7 @@ def test_every_registered_instruction_is_tested():
 @pytest.mark.parametrize("name", sorted(EXPECTED))
 def test_scalar_instruction(name):
     letters = SCALAR[name].arguments
-    immediate = name in SOPK or "CMPK" in name
+    immediate, keeps = name in SOPK or "CMPK" in name, name.startswith("S_BITSET")
     pools = [LONGS if letter == "q" else WORDS for letter in letters]
     if immediate:
         pools[-1] = IMMEDIATES
@@ -129,12 +131,15 @@ def test_scalar_instruction(name):
                 end = run([Instruction(0, 4, name, "SOPK", fields)], s=s, scc=scc)
                 signed = values[-1] - 0x10000 if values[-1] & 0x8000 and not name.endswith("U32") else values[-1]
                 arguments = (*values[:-1], signed)
+            elif keeps:  # the second operand is the destination's old value
+                end = run([sop(name, 0, dst=2)], s=s, scc=scc)
+                arguments = values
             else:
                 end = run([sop(name, *range(0, 2 * len(values), 2))], s=s, scc=scc)
                 arguments = values
             result, condition = EXPECTED[name](*arguments, scc)
             assert end.scc == condition, (values, scc)
-            destination = 0 if immediate and len(values) == 2 else 20
+            destination = 2 if keeps else 0 if immediate and len(values) == 2 else 20
             if result is not None and SCALAR[name].results == "q":
                 assert end.s64(destination) == result & M64, (values, scc)
             elif result is not None:
@@ -223,5 +228,5 @@ def test_an_unknown_instruction_stops_the_run_only_when_reached():
 
 @pytest.mark.parametrize("fields", [{"omod": 1}, {"opsel": 1}, {"clmp": 1}, {"neg": 1}, {"src0": 239}])
 def test_a_modifier_or_operand_nobody_implemented_is_refused(fields):
-    with pytest.raises(UnsupportedInstructionError, match="V_ADD_U32"):
-        run([vop3("V_ADD_U32", V, *(() if "src0" in fields else (V,)), **fields)])
+    with pytest.raises(UnsupportedInstructionError, match="V_ADD_I32"):
+        run([vop3("V_ADD_I32", V, *(() if "src0" in fields else (V,)), **fields)])

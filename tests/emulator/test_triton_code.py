@@ -46,7 +46,7 @@ def test_decode_and_merge(compiled, mode):
     values = {name: buffer.address for name, buffer in buffers.items()} | {"scale": p.softmax_scale, "splits": splits}
     for name, grid in (("split_decode", (2, splits, 1)), ("merge", (2, 16, 1))):
         code, shared = kernels[name]
-        kernarg = pack_triton(triton_kernels.KERNELS[name][1], values)
+        kernarg = pack_triton(triton_kernels.KERNELS[name][1], values, grid)
         report = device.launch(code, grid=grid, block=256, kernarg=kernarg, lds_bytes=shared, mode=mode)
         assert report.program.unsupported == {}
         assert report.findings == []

@@ -235,12 +235,15 @@ EXPECTED = {
     "V_MOV_B32": lambda a: a,
     "V_ACCVGPR_READ": lambda a: a,
     "V_ACCVGPR_WRITE": lambda a: a,
+    "V_ACCVGPR_MOV_B32": lambda a: a,
     "V_MOV_B64": lambda a: a,
     "V_PK_MOV_B32": lambda a, b: a | b << 32,
     "V_ADD_U32": lambda a, b: a + b,
     "V_ADD_I32": lambda a, b: a + b,
     "V_SUB_U32": lambda a, b: a - b,
     "V_SUB_I32": lambda a, b: a - b,
+    "V_ADD_U32.clamp": lambda a, b: min(a + b, M32),
+    "V_SUB_U32.clamp": lambda a, b: max(a - b, 0),
     "V_SUBREV_U32": lambda a, b: b - a,
     "V_ADD_CO_U32": lambda a, b: (a + b, int(a + b > M32)),
     "V_ADDC_CO_U32": lambda a, b, c: (a + b + c, int(a + b + c > M32)),
@@ -368,6 +371,7 @@ for op, f in compare.items():
 
 ELSEWHERE = {
     "V_BITOP3_B32": "test_modifiers",
+    "V_BITOP3_B16": "test_modifiers",
     "V_MBCNT_LO_U32_B32": "test_modifiers",
     "V_MBCNT_HI_U32_B32": "test_modifiers",
     "V_FMAC_F32": "test_modifiers",
@@ -439,7 +443,8 @@ def close(name: str, got: np.ndarray, expected: np.ndarray) -> bool:
 @pytest.mark.parametrize("name", sorted(EXPECTED))
 def test_vector_instruction(name):
     semantics = VECTOR[name]
-    opcode, _, arch = name.partition(".")
+    opcode, _, variant = name.partition(".")
+    clamp, arch = variant == "clamp", "" if variant == "clamp" else variant
     letters = semantics.arguments
     rows = tuples(letters)
     for start in range(0, len(rows), 64):
@@ -447,10 +452,13 @@ def test_vector_instruction(name):
         v = {}
         for k, letter in enumerate(letters.replace("m", "")):
             for part, words in enumerate(register_values(letter, [row[k] for row in lanes])):
-                v[2 * k + part + (256 if name == "V_ACCVGPR_READ" else 0)] = words
+                v[2 * k + part + (256 if name in ("V_ACCVGPR_READ", "V_ACCVGPR_MOV_B32") else 0)] = words
         v[20] = np.full(64, 0xABCD1234, np.uint32)
         s = {30: MASK & M32, 31: MASK >> 32, 106: MASK & M32, 107: MASK >> 32}
-        end = run([instruction(opcode, letters, semantics.results)], v=v, s=s, arch=arch or "gfx942")
+        executed = instruction(opcode, letters, semantics.results)
+        if clamp:
+            executed.fields["clmp"] = 1
+        end = run([executed], v=v, s=s, arch=arch or "gfx942")
         with np.errstate(all="ignore"):
             converted = [[np.float32(x) if t == "f" else x for t, x in zip(letters, row, strict=False)] for row in lanes]
             masks = [[MASK >> lane & 1] if "m" in letters else [] for lane in range(64)]
@@ -459,7 +467,7 @@ def test_vector_instruction(name):
             flags = expected if semantics.results == "m" else [flag for _, flag in expected]
             assert end.s64(40) == sum(int(flag) << lane for lane, flag in enumerate(flags))
             expected = [] if semantics.results == "m" else [value for value, _ in expected]
-        destination = 20 + (256 if name == "V_ACCVGPR_WRITE" else 0)
+        destination = 20 + (256 if name in ("V_ACCVGPR_WRITE", "V_ACCVGPR_MOV_B32") else 0)
         letter = semantics.results[0]
         if letter in "ui":
             assert end.v(destination).tolist() == [int(x) & M32 for x in expected], name
