@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import platform
 from typing import Any
 
 import pytest
 import torch
 
-import dualmla
+from dualmla.differential.machine import device_name, versions
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
@@ -19,19 +18,9 @@ def device() -> torch.device:
     return DEVICE
 
 
-def machine() -> dict[str, Any]:
+def machine() -> dict[str, str | None]:
     """What a figure depends on beside the code."""
-    try:
-        import triton
-    except ImportError:
-        triton = None
-    return {
-        "device": torch.cuda.get_device_name(DEVICE) if DEVICE.type == "cuda" else platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
-        "dualmla": dualmla.__version__,
-        "torch": torch.__version__,
-        "triton": triton.__version__ if triton else None,
-    }
+    return {"device": device_name(DEVICE), **versions()}
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:

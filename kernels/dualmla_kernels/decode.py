@@ -28,7 +28,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dualmla_kernels.launch import launch
+from dualmla_kernels.launch import cdiv, launch, next_power_of_2
 from dualmla_kernels.numerics import LN2, LOG2E, cast, dot
 from dualmla_kernels.plan import PlanShape, SplitPlan, balanced_plan, fixed_plan
 from dualmla_kernels.target import Target, target_of
@@ -334,8 +334,7 @@ def plan_decode(
 def plan_shape(num_heads: int, max_query_len: int, dtype: torch.dtype, device: torch.device) -> PlanShape:
     """What a balanced plan for these decodes is made for: host numbers alone, so that a captured launch stays right."""
     config = decode_config(_config_rows(num_heads, max_query_len, None), dtype, device)
-    groups = triton.cdiv(num_heads * max_query_len, config.block_m)
-    return PlanShape(parts=max(config.programs // groups, 1), tile=config.block_n)
+    return PlanShape(parts=max(config.programs // _groups(num_heads, max_query_len, config), 1), tile=config.block_n)
 
 
 def scratch_bytes(num_heads: int, max_query_len: int, num_reqs: int, kv_lora_rank: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -346,6 +345,11 @@ def scratch_bytes(num_heads: int, max_query_len: int, num_reqs: int, kv_lora_ran
     config = decode_config(_config_rows(num_heads, max_query_len, None), dtype, device)
     partial = 2 * config.programs * config.block_m * (kv_lora_rank + 1) * 4
     return partial + (num_reqs + config.programs) * (4 + 3 + 1) * 4
+
+
+def _groups(num_heads: int, max_query_len: int, config: DecodeConfig) -> int:
+    """Groups of `block_m` rows that the longest request has."""
+    return cdiv(num_heads * max_query_len, config.block_m)
 
 
 def _config_rows(num_heads: int, max_query_len: int, num_kv_splits: int | None) -> int:
@@ -387,7 +391,7 @@ def mla_decode(
         return
     rows, float8 = _config_rows(heads, max_query_len, num_kv_splits), kv_cache.dtype.itemsize == 1
     config = decode_config(rows, q.dtype, q.device, float8)
-    groups = triton.cdiv(heads * max_query_len, config.block_m)
+    groups = _groups(heads, max_query_len, config)
     if plan is None:
         plan = plan_decode(seq_lens, num_heads=heads, max_query_len=max_query_len, dtype=q.dtype, num_kv_splits=num_kv_splits)
     device = q.device
@@ -404,7 +408,7 @@ def mla_decode(
         out, lse, partial_out, partial_lse, k_scale if on_device else None,
         softmax_scale, 1.0 if on_device else k_scale, seq_lens.shape[0], num_tokens, block_table.stride(0),
         q.stride(0), q.stride(1), kv_cache.stride(0), out.stride(0), out.stride(1), *lse_strides,
-        H=heads, D=rank, R=rope, R_PADDED=triton.next_power_of_2(rope), PAGE=kv_cache.shape[1], SLOT=kv_cache.stride(1), CAUSAL=causal,
+        H=heads, D=rank, R=rope, R_PADDED=next_power_of_2(rope), PAGE=kv_cache.shape[1], SLOT=kv_cache.stride(1), CAUSAL=causal,
         TILE=plan.tile, BM=config.block_m, BN=config.block_n, SLICES=slices, STAGES=config.stages, LAZY=config.lazy,
         EXACT=exact, num_warps=config.warps, **config.options,
     )  # fmt: skip

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dualmla_kernels.launch import launch
+from dualmla_kernels.launch import cdiv, launch, next_power_of_2
 from dualmla_kernels.numerics import cast, float8_bits
 
 # How the cache's numbers are written: as they are, or as one of the float8 flavours
@@ -105,7 +105,7 @@ def concat_and_cache_mla(
         kv_c, k_pe, kv_cache if format_ is PLAIN else kv_cache.view(torch.uint8), slot_mapping,
         k_scale if on_device else None, 1.0 if on_device else k_scale,
         kv_c.stride(0), k_pe.stride(0), kv_cache.stride(0), kv_cache.stride(1),
-        D=rank, R=rope, R_PADDED=triton.next_power_of_2(rope), PAGE=kv_cache.shape[1], FORMAT=format_.value,
+        D=rank, R=rope, R_PADDED=next_power_of_2(rope), PAGE=kv_cache.shape[1], FORMAT=format_.value,
         EXACT=kv_c.device.type == "cpu", num_warps=4,
     )  # fmt: skip
 
@@ -131,9 +131,9 @@ def gather_kv_cache(
     on_device = isinstance(k_scale, torch.Tensor)
     block_rows = 64 if out.device.type == "cpu" else 4
     launch(
-        _gather, (triton.cdiv(num_rows, block_rows),), out.device,
+        _gather, (cdiv(num_rows, block_rows),), out.device,
         kv_cache, block_table, cu_seqlens, seq_starts, out, k_scale if on_device else None, 1.0 if on_device else k_scale,
         num_reqs, num_rows, block_table.stride(0), kv_cache.stride(0), kv_cache.stride(1), out.stride(0),
-        W0=first, W1=width - first, W1_PADDED=triton.next_power_of_2(max(width - first, 1)), PAGE=kv_cache.shape[1],
+        W0=first, W1=width - first, W1_PADDED=next_power_of_2(max(width - first, 1)), PAGE=kv_cache.shape[1],
         STEPS=(num_reqs - 1).bit_length(), BR=block_rows, EXACT=out.device.type == "cpu", num_warps=4,
     )  # fmt: skip

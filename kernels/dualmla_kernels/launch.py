@@ -43,6 +43,16 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
             kernel[grid](*args, **kwargs)
 
 
+def cdiv(n: int, size: int) -> int:
+    """Blocks of `size` that hold `n`. On the host: Triton's own, made for kernels too, costs microseconds a call."""
+    return -(-n // size)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two that is not below `n`, at least 1. On the host, as `cdiv`."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
 def _interpreted(function: Any) -> Any:
     """The interpreted twin of a `@triton.jit` function; the function itself where it is one (TRITON_INTERPRET=1)."""
     return _twin(function.fn) if isinstance(function, JITFunction) else function

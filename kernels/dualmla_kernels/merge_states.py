@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dualmla_kernels.launch import launch
+from dualmla_kernels.launch import cdiv, launch, next_power_of_2
 from dualmla_kernels.numerics import cast
 
 
@@ -79,9 +79,9 @@ def merge_attn_states(
     on_cpu = out.device.type == "cpu"
     block_rows = 256 if on_cpu else 16
     launch(
-        _merge, (triton.cdiv(rows, block_rows),), out.device,
+        _merge, (cdiv(rows, block_rows),), out.device,
         out_a, lse_a, out_b, lse_b, out, lse, rows,
         out_a.stride(0), out_a.stride(1), *lse_a.stride(), out_b.stride(0), out_b.stride(1), *lse_b.stride(),
         out.stride(0), out.stride(1), *lse.stride(),
-        H=heads, D=dim, D_PADDED=triton.next_power_of_2(dim), BR=block_rows, EXACT=on_cpu, num_warps=4,
+        H=heads, D=dim, D_PADDED=next_power_of_2(dim), BR=block_rows, EXACT=on_cpu, num_warps=4,
     )  # fmt: skip

@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dualmla_kernels.launch import launch
+from dualmla_kernels.launch import cdiv, launch, next_power_of_2
 from dualmla_kernels.numerics import LN2, LOG2E, cast, dot
 from dualmla_kernels.target import target_of
 
@@ -230,16 +230,16 @@ def mla_prefill(
     device = q.device
     platform = target_of(device).platform
     config = prefill_config(max_seqlen_q, q.shape[2] + v_dim, q.dtype, platform)
-    blocks = triton.cdiv(max_seqlen_q, config.block_m)
+    blocks = cdiv(max_seqlen_q, config.block_m)
     group = min(config.group, heads)
     first, rest = split_head_dim(q.shape[2])
     launch(
-        _prefill, (triton.cdiv(heads, group) * group * num_reqs * blocks,), device,
+        _prefill, (cdiv(heads, group) * group * num_reqs * blocks,), device,
         q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse, softmax_scale, num_reqs, num_tokens, blocks,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0), out.stride(1),
         *((0, 0) if lse is None else lse.stride()),
-        H=heads, D0=first, D1=rest, D1_PADDED=max(triton.next_power_of_2(rest), 16),
-        V=v_dim, V_PADDED=max(triton.next_power_of_2(v_dim), LEAST_V[platform]),
+        H=heads, D0=first, D1=rest, D1_PADDED=max(next_power_of_2(rest), 16),
+        V=v_dim, V_PADDED=max(next_power_of_2(v_dim), LEAST_V[platform]),
         CAUSAL=causal, BM=config.block_m, BN=config.block_n, GROUP=group, STAGES=config.stages,
         EXACT=device.type == "cpu", num_warps=config.warps,
     )  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dualmla_kernels.launch import launch
+from dualmla_kernels.launch import cdiv, launch
 
 TAIL = tl.constexpr(256)
 BLOCK = 1024
@@ -49,7 +49,7 @@ def token_slots(block_table: torch.Tensor, owner: torch.Tensor | None, kv_indptr
     num_reqs, most = kv_indptr.shape[0] - 1, block_table.shape[1] * page_size
     slots = torch.empty(num_reqs * most + TAIL.value, dtype=torch.int32, device=block_table.device)
     launch(
-        _token_slots, (num_reqs, triton.cdiv(most + TAIL.value, BLOCK)), slots.device,
+        _token_slots, (num_reqs, cdiv(most + TAIL.value, BLOCK)), slots.device,
         block_table, owner, kv_indptr, slots, block_table.stride(0), PAGE=page_size, BLOCK=BLOCK, TAIL=TAIL, num_warps=4,
     )  # fmt: skip
     return slots
