@@ -20,6 +20,7 @@ import torch
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
+from dualmla_kernels.ready import launch_ready
 from dualmla_kernels.target import Launch, note
 
 # One interpreted launch at a time: the interpreter keeps its program ids and its patches in module globals.
@@ -37,10 +38,10 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
     elif device.type == "meta":
         note(Launch(kernel, grid, args, kwargs))
     elif device.index == torch.cuda.current_device():
-        kernel[grid](*args, **kwargs)
+        launch_ready(kernel, grid, device.index, args, kwargs)
     else:
         with torch.cuda.device(device):
-            kernel[grid](*args, **kwargs)
+            launch_ready(kernel, grid, device.index, args, kwargs)
 
 
 def cdiv(n: int, size: int) -> int:
