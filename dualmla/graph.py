@@ -17,7 +17,7 @@ import torch
 
 from dualmla.buffers import MetadataBuffers, PlanBuffers
 from dualmla.config import MLAConfig
-from dualmla.lengths import BatchCounts
+from dualmla.lengths import counts_of_decodes
 from dualmla.metadata import MLAMetadata, metadata_of
 from dualmla.validation import check_count, checked_device
 
@@ -116,15 +116,7 @@ class MLAGraphState:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("graph_capture_get_metadata_for_batch must be called before the stream is captured")
         assert self._buffers.table is not None
-        tokens = batch_size * self.max_query_len
-        counts = BatchCounts(
-            num_reqs=batch_size,
-            num_tokens=tokens,
-            max_query_len=self.max_query_len,
-            num_decodes=batch_size,
-            num_decode_tokens=tokens,
-            max_decode_query_len=self.max_query_len,
-        )
+        counts = counts_of_decodes(batch_size, batch_size * self.max_query_len, self.max_query_len)
         if batch_size not in self._captured:
             plan = self._plans.of(batch_size, self.max_query_len)
             self._captured[batch_size] = metadata_of(self._buffers, self._buffers.table[:batch_size], counts, config=self.cfg, plan=plan)
