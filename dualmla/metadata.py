@@ -108,7 +108,7 @@ class MLAMetadata(BatchCounts):
     def _number(self) -> None:
         number = next(_numbers)
         _numbered[number] = self
-        self.handle = torch.tensor(number, device="cpu")
+        self.handle = torch.scalar_tensor(number, dtype=torch.int64, device="cpu")
         """This metadata for an operator of a compiled graph, int64 []: in a tensor, so that a new batch is no new graph."""
 
     @staticmethod

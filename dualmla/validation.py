@@ -85,7 +85,7 @@ def check_tensor(
         raise TypeError(f"{name} must be {' or '.join(_short(d) for d in dtypes)}, got {_short(tensor.dtype)}")
     if tensor.dim() != rank:
         raise ValueError(f"{name} must have {rank} dimensions, got shape {list(tensor.shape)}")
-    if shape is not None and [n if want is None else want for n, want in zip(tensor.shape, shape, strict=True)] != list(tensor.shape):
+    if shape is not None and tensor.shape != shape and any([want not in (None, n) for n, want in zip(tensor.shape, shape, strict=True)]):
         wanted = ", ".join("any" if n is None else str(n) for n in shape)
         raise ValueError(f"{name} must have shape [{wanted}], got {list(tensor.shape)}")
     if device is not None and tensor.device != device:

@@ -5,6 +5,10 @@ have to be set before anybody imports it. Here the decision is made at launch, f
 twin of the kernel is made once. While it runs, the functions it calls (`tl.max`, `tl.sum`, ... are themselves compiled
 functions once triton was imported for compiling) are replaced by interpreted twins too. Afterwards everything that was
 replaced, by us or by the interpreter itself, is put back: the user's own kernels never change.
+
+The interpreter sets attributes of `triton.language` itself, which all threads share, and Triton has no place where a compilation
+could be made to wait: until an interpreted launch returns, no other thread can compile a kernel. Interpreted launches of several
+threads wait for one another. Compiled ones, on a GPU, replace nothing.
 """
 
 from __future__ import annotations
