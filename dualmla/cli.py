@@ -99,7 +99,7 @@ def check(
     against: Annotated[str, typer.Option(metavar="NAME", help="A second backend; float64 judges both.")] = "reference",
     grid: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="quick, aiter, flashmla or vllm; quick unless --cases or --time ask for random cases."),
+        typer.Option(metavar="NAME", help="quick, aiter, flashmla, vllm or peers; quick unless --cases or --time ask for random cases."),
     ] = None,
     cases: Annotated[int | None, typer.Option(min=1, metavar="N", help="So many random cases.")] = None,
     seed: Annotated[int, typer.Option(metavar="S", help="Of the random cases.")] = 0,

@@ -67,6 +67,11 @@ class Clock:
             cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
             self._flush = torch.empty(max(4 * cache, 1 << 28), dtype=torch.int8, device=device)
 
+    def flush(self) -> None:
+        """Nothing that a call reads is in the L2 cache afterwards; nothing on a CPU."""
+        if self._flush is not None:
+            self._flush.zero_()
+
     def times(self, calls: Mapping[Key, Call]) -> dict[Key, Timing]:
         """Of each call, from its begin to its end on the device, the L2 cache full of something else before each."""
         samples: dict[Key, list[float]] = {key: [] for key in calls}
@@ -130,7 +135,7 @@ class Clock:
         marks = []
         for key, call in calls:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            self._flush.zero_()
+            self.flush()
             begin.record()
             call()
             end.record()

@@ -46,7 +46,7 @@ def run_bench(
         ceilings = measure_ceilings(clock, {timed.case.dtype for timed in cases})
         for timed in cases:
             try:
-                done = measure(timed, subjects, clock, ceilings)
+                done = measure([(timed, subject) for subject in subjects], clock, ceilings)
             except DeviceLost as loss:
                 ended = str(loss)
                 break
@@ -56,34 +56,33 @@ def run_bench(
     return Report(device_name(device), versions(), environment(), date, ceilings, rows, peers, list(absent), ended)
 
 
-def measure(timed: TimedCase, subjects: Sequence[Subject], clock: Clock, ceilings: Ceilings) -> list[Row]:
-    """One case: each subject is checked, and those that are right are timed in turns.
+def measure(jobs: Sequence[tuple[TimedCase, Subject]], clock: Clock, ceilings: Ceilings) -> list[Row]:
+    """Each case on its subject, a row each: checked, and those that are right timed in turns.
 
     Raises:
         DeviceLost: a subject has left the device unusable.
     """
-    inputs = draw(timed.case, clock.device)
-    judge = judge_of(inputs)
-    rows: dict[str, Row] = {}
-    calls: dict[tuple[str, str], Call] = {}
-    ready: dict[str, Prepared] = {}
-    for subject in subjects:
-        row, prepared = _checked(timed, subject, inputs, judge, ceilings)
+    drawn = {timed: draw(timed.case, clock.device) for timed, _ in jobs}
+    judges = {timed: judge_of(inputs) for timed, inputs in drawn.items()}
+    rows: list[Row] = []
+    calls: dict[tuple[int, str], Call] = {}
+    for job, (timed, subject) in enumerate(jobs):
+        row, prepared = _checked(timed, subject, drawn[timed], judges[timed], ceilings)
         if prepared is not None:
-            row, replay = _captured(row, prepared, judge, clock)
+            row, replay = _captured(row, prepared, judges[timed], clock)
             if row.status == "timed":
-                ready[row.backend] = prepared
-                calls[row.backend, "eager"] = prepared.call
+                calls[job, "eager"] = prepared.call
                 if replay is not None:
-                    calls[row.backend, "graph"] = replay
+                    calls[job, "graph"] = replay
         if row.status == "failed":
             _check_alive(clock.device, row)
-        rows[row.backend] = row
-    for (name, way), timing in clock.times(calls).items():
-        rows[name] = replace(rows[name], **{way: timing})  # type: ignore[arg-type]
-    for name, prepared in ready.items():
-        rows[name] = replace(rows[name], host=clock.host_time(prepared.call))
-    return list(rows.values())
+        rows.append(row)
+    for (job, way), timing in clock.times(calls).items():
+        rows[job] = replace(rows[job], **{way: timing})  # type: ignore[arg-type]
+    for (job, way), call in calls.items():
+        if way == "eager":
+            rows[job] = replace(rows[job], host=clock.host_time(call))
+    return rows
 
 
 def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
