@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from dualmla.bench.inputs import draw
 from dualmla.bench.report import comparisons, geometric_mean
 from dualmla.bench.results import Row, from_json, to_json
 from dualmla.bench.run import measure
-from dualmla.bench.subjects import MOST_INTERPRETED, Prepared, Registered
+from dualmla.bench.subjects import MOST_INTERPRETED, Peer, Prepared, Registered
 from dualmla.bench.truth import judge_of
 from dualmla.differential.grids import GRIDS
 from dualmla.testing import DecodeCase, PrefillCase, compare_decode, run_decode, run_prefill
@@ -252,6 +253,28 @@ def test_a_backend_without_an_lse_is_timed_without(monkeypatch):
     assert prepared.result()[1] is None
 
 
+def test_what_an_earlier_call_left_is_no_result(monkeypatch):
+    """A backend that writes once and never again is wrong, and so is a peer."""
+    calls = itertools.count()
+
+    def lazy(*args, **kwargs):
+        return dualmla.mla_decode(*args, **kwargs) if next(calls) == 0 else (kwargs["out"], None)
+
+    monkeypatch.setattr("dualmla.bench.subjects.mla_decode", lazy)
+    (row,) = measure([(DECODE, Registered("reference", CPU))], Clock(CPU, rounds=2), CEILINGS)
+    assert row.status == "wrong"
+
+    def make(batch, seq_lens, heads, page_size, dtype, inputs):
+        out = dualmla.mla_decode(inputs.q, inputs.kv, given.meta, inputs.scale, backend="reference")
+        return lambda: out
+
+    one_token = TimedCase("2 x 20", DecodeCase(num_heads=3, seq_lens=(20, 20), page_size=16))
+    given = draw(one_token.case, CPU)
+    (row,) = measure([(one_token, Peer("lazy", SimpleNamespace(make=make)))], Clock(CPU, rounds=2), CEILINGS)
+    assert row.status == "wrong"
+    assert "nan" in row.why
+
+
 # ---- the command
 
 
@@ -405,6 +428,12 @@ def test_backends_stand_against_the_best_peer_of_each_case():
     rows += [row("triton", "b"), row("fast", "b", status="wrong"), row("slow", "b", seconds=5e-3)]
     assert comparisons(report(*rows)) == [f"triton against the best peer, {DECODE.group}: 2.000 (geometric mean), least 0.800 at 64 x 4096"]
     assert geometric_mean([0.5, 8.0]) == pytest.approx(2.0)
+
+
+def test_the_better_of_eager_and_graph_counts():
+    slow, fast = Timing.of([3.0, 3.0]), Timing.of([2.0, 2.0])
+    assert replace(row("triton"), eager=slow, graph=fast).seconds == 2.0
+    assert replace(row("triton"), eager=fast, graph=None).seconds == 2.0
 
 
 def test_the_ceiling_that_is_met_first():

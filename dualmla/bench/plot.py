@@ -23,6 +23,9 @@ INK, FAINT = "#333333", "#bbbbbb"
 LABEL_HEIGHT, COLUMN = 0.021, 0.03
 """Of a number in the roofline, and how near points are one column of numbers, as shares of the axes."""
 
+LEAST_LINES = 14
+"""Of the shares: fewer cases are not spread over all of the height."""
+
 Case = tuple[str, str]
 """Group and title."""
 
@@ -79,7 +82,7 @@ def _draw_roofline(axes: Axes, report: Report, rows: list[Row], numbers: dict[Ca
     bandwidth, rates = report.ceilings.bandwidth, report.ceilings.rates
     ridge = max(rates.values()) / bandwidth
     xs = [row.intensity for row in rows] + [ridge]
-    low, high = min(xs) / 3, max(xs) * 2.5
+    low, high = min(min(xs) / 3, ridge / 12), max(max(xs) * 2.5, ridge * 6)
     top = max(*rates.values(), *(row.rate for row in rows)) / 1e12 * 1.6
     bottom = min(row.rate for row in rows) / 1e12 / 2
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(bottom, top), xlabel="flop / byte", ylabel="TFLOP/s")
@@ -103,7 +106,11 @@ def _draw_roofline(axes: Axes, report: Report, rows: list[Row], numbers: dict[Ca
     for row in rows:
         axes.plot(row.intensity, row.rate / 1e12, MARKERS[row.operation], color=colour_of[row.backend], markersize=5, alpha=0.85, zorder=3)
     _label(axes, rows, numbers)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter("")
     axes.grid(which="major", color="#eeeeee")
+    axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -173,10 +180,11 @@ def _draw_shares(axes: Axes, rows: list[Row], numbers: dict[Case, int], colour_o
             y += 1
         y += 0.4
     most = max(100.0, *(100 * row.of_roof for row in rows))
-    axes.set(ylim=(y, -1), xlim=(0, most * 1.03), xlabel="% of the measured ceiling that is met first")
+    axes.set(ylim=(max(y, LEAST_LINES), -1), xlim=(0, most * 1.03), xlabel="% of the measured ceiling that is met first")
     axes.set_yticks([at for at, _ in ticks], [title for _, title in ticks], fontsize=8)
     axes.axvline(100, color=INK, linewidth=1)
     axes.grid(axis="x", color="#eeeeee")
+    axes.set_axisbelow(True)
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
     handles: list[Any] = [axes.plot([], [], "o", color=colour, markersize=6, label=backend)[0] for backend, colour in colour_of.items()]
