@@ -308,19 +308,16 @@ def _run_bench(
     device: str,
 ) -> BenchReport:
     """What was asked, made sure of before anything is run, then `run_bench` behind a progress bar."""
-    import runpy
-
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from dualmla.bench.clock import Clock
     from dualmla.bench.run import run_bench
     from dualmla.bench.shapes import asked_cases, bench_device
-    from dualmla.bench.subjects import chosen, load_peers
+    from dualmla.bench.subjects import chosen, load_files, load_peers
 
     place = bench_device(device)
     cases = asked_cases(asked, grid, place)
-    for file in load or ():
-        runpy.run_path(str(file))
+    load_files(load or ())
     subjects, absent = chosen(backends, load_peers(peers) if peers else [], cases[0].case, place)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:

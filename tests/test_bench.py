@@ -410,6 +410,28 @@ def test_folders_that_hold_no_peers(tmp_path, peers):
     )
 
 
+def test_a_file_that_can_not_be_run_is_said(tmp_path):
+    (tmp_path / "broken.py").write_text("raise KeyError('no such kernel')")
+    result = dualmla_("bench", "--device", "cpu", "--load", str(tmp_path / "broken.py"))
+    assert result.exit_code == 2
+    assert "broken.py can't be run: KeyError: 'no such kernel'" in "".join(result.stderr.splitlines())
+
+
+@pytest.mark.usefixtures("no_ceilings")
+def test_what_was_timed_before_memory_ran_out_is_kept(monkeypatch, tmp_path):
+    def scarce(case, device):
+        if case.num_heads > 3:
+            raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+        return draw(case, device)
+
+    monkeypatch.setattr(dualmla.bench.run, "draw", scarce)
+    options = ("--batch", "2", "--kv", "20", "--backend", "reference", "--heads", "4", "--json", str(tmp_path / "r.json"))
+    result = dualmla_("bench", *SMALL, *options)
+    assert result.exit_code == 2
+    assert "ended early: decode, 4 heads, page size 64, bf16, 2 x 20: OutOfMemoryError: tried to allocate 9 GiB" in result.stdout
+    assert rows_of(tmp_path / "r.json")["reference"]["status"] == "timed"
+
+
 # ---- reports
 
 

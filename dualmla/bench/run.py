@@ -47,8 +47,8 @@ def run_bench(
         for timed in cases:
             try:
                 done = measure([(timed, subject) for subject in subjects], clock, ceilings)
-            except DeviceLost as loss:
-                ended = str(loss)
+            except (DeviceLost, torch.OutOfMemoryError) as error:
+                ended = f"{timed.group}, {timed.title}: {told(error)}"
                 break
             rows += done
             on_case(done)
@@ -142,5 +142,4 @@ def _check_alive(device: torch.device, row: Row) -> None:
         try:
             torch.cuda.synchronize(device)
         except Exception as error:
-            why = f"{row.backend} left the device unusable in {row.group}, {row.title}: {row.why or told(error)}"
-            raise DeviceLost(why) from error
+            raise DeviceLost(f"{row.backend} left the device unusable: {row.why or told(error)}") from error

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import runpy
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -236,6 +237,19 @@ def chosen(
     ]
     absent = [f"{name} not usable: {'; '.join(reports[name].reasons)}" for name in wanted if name in reports and not reports[name].usable]
     return subjects, absent
+
+
+def load_files(files: Iterable[Path]) -> None:
+    """Run files that register backends.
+
+    Raises:
+        ValueError: one can't be run.
+    """
+    for file in files:
+        try:
+            runpy.run_path(str(file))
+        except Exception as error:
+            raise ValueError(f"--load {file} can't be run: {told(error)}") from error
 
 
 def load_peers(folder: Path) -> list[Peer]:
