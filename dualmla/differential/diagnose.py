@@ -49,6 +49,11 @@ class Wrong:
             return torch.zeros_like(self.empty)
         return budget_used(self.result.lse, self.exact.lse, self.exact.lse_allowed) > 1
 
+    @cached_property
+    def bad(self) -> torch.Tensor:
+        """[H, T]: one of the two is."""
+        return self.out_rows | self.lse_rows
+
 
 def diagnose(wrong: Wrong, passes: Callable[[Problem], bool]) -> Iterator[Finding]:
     """The faults of a result that does not agree, each with the plain facts.
@@ -60,8 +65,7 @@ def diagnose(wrong: Wrong, passes: Callable[[Problem], bool]) -> Iterator[Findin
     if not bool(wrong.out_rows.any()) and (reading := _other_reading(wrong)):
         yield Finding("lse", f"{reading}; {wrong.facts}")
         return
-    bad = wrong.out_rows | wrong.lse_rows
-    empty, filled = bad & wrong.empty, bad & ~wrong.empty
+    empty, filled = wrong.bad & wrong.empty, wrong.bad & ~wrong.empty
     if bool(empty.any()):
         yield _empty_row(wrong, *first(empty))
     if bool(filled.any()):
@@ -94,15 +98,10 @@ def _filled_row(wrong: Wrong, passes: Callable[[Problem], bool], only_lse: bool)
 
 
 def _other_question(wrong: Wrong) -> Finding | None:
-    """The wrong scale or mask whose truth this is."""
-    problem = wrong.problem
-    for name, scale in problem.wrong_scales.items():
-        if scale != problem.softmax_scale and _explains(wrong, wrong.call.exact(softmax_scale=scale)):
-            return Finding("scale", f"softmax_scale {problem.softmax_scale} is not used: this is the result for {name}; {wrong.facts}")
-    for shift, words in ((-1, "one key too few"), (1, "one key too many")):
-        if _explains(wrong, wrong.call.exact(shift=shift)):
-            return Finding("mask", f"queries see {words}; {wrong.facts}")
-    return None
+    """The question whose truth this is."""
+    explained = ((kind, words) for kind, words, question in wrong.problem.questions() if _explains(wrong, wrong.call.exact(question)))
+    kind, words = next(explained, (None, ""))
+    return Finding(kind, f"{words}; {wrong.facts}") if kind else None
 
 
 def _other_reading(wrong: Wrong) -> str | None:
@@ -125,11 +124,12 @@ def _right(out: torch.Tensor, exact: Exact) -> torch.Tensor:
 
 
 def _explains(wrong: Wrong, other: Exact) -> bool:
-    """Whether another truth is what every row with keys holds."""
+    """Whether another truth is what every row with keys holds; of a call with several paths, of those that are wrong anywhere."""
     right = _right(wrong.result.out, other)
     if wrong.result.lse is not None:
         right &= budget_used(wrong.result.lse, other.lse, other.lse_allowed) <= 1
-    return bool((right | wrong.empty).all())
+    wrongs = [path for path in wrong.problem.paths if bool((wrong.bad & ~wrong.empty)[:, path].any())]
+    return all(bool((right | wrong.empty)[:, path].all()) for path in wrongs)
 
 
 def _swapped_heads(wrong: Wrong) -> str | None:
