@@ -65,13 +65,19 @@ def diagnose(wrong: Wrong, passes: Callable[[Problem], bool]) -> Iterator[Findin
     if not bool(wrong.out_rows.any()) and (reading := _other_reading(wrong)):
         yield Finding("lse", f"{reading}; {wrong.facts}")
         return
+    if wrong.result.lse is not None and wrong.result.lse.numel() and bool(wrong.result.lse.isnan().all()):
+        yield Finding("unwritten", f"lse was never written; {wrong.facts}")
+        return
     empty, filled = wrong.bad & wrong.empty, wrong.bad & ~wrong.empty
-    if bool(empty.any()):
-        yield _empty_row(wrong, *first(empty))
+    findings = []
     if bool(filled.any()):
-        yield _filled_row(wrong, passes, only_lse=not bool((filled & wrong.out_rows).any()))
+        findings.append(_filled_row(wrong, passes, only_lse=not bool((filled & wrong.out_rows).any())))
     elif not bool(empty.any()):
-        yield Finding("accuracy", wrong.facts)  # within budget, beyond FlashMLA's gate
+        findings.append(Finding("accuracy", wrong.facts))  # within budget, beyond FlashMLA's gate
+    if bool(empty.any()):
+        explained = bool(findings) and findings[0].sentence != wrong.facts  # and so are the empty rows
+        findings.insert(1 if explained else 0, _empty_row(wrong, *first(empty)))
+    yield from findings
 
 
 def _empty_row(wrong: Wrong, head: int, token: int) -> Finding:
@@ -84,8 +90,6 @@ def _empty_row(wrong: Wrong, head: int, token: int) -> Finding:
 
 
 def _filled_row(wrong: Wrong, passes: Callable[[Problem], bool], only_lse: bool) -> Finding:
-    if only_lse and wrong.result.lse is not None and bool(wrong.result.lse[~wrong.empty].isnan().all()):
-        return Finding("unwritten", f"lse was never written; {wrong.facts}")
     if answered := _other_question(wrong):
         return answered
     if only_lse:
