@@ -93,6 +93,17 @@ Load = Annotated[
 ]
 
 
+def _seconds(text: str) -> float:
+    """`60` or `60s`."""
+    try:
+        seconds = float(text.removesuffix("s"))
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:
+        raise typer.BadParameter(f"it must be a number of seconds, such as 60 or 60s, got {text!r}")
+    return seconds
+
+
 @app.command()
 def check(
     backend: Backend = None,
@@ -103,7 +114,13 @@ def check(
     ] = None,
     cases: Annotated[int | None, typer.Option(min=1, metavar="N", help="So many random cases.")] = None,
     seed: Annotated[int, typer.Option(metavar="S", help="Of the random cases.")] = 0,
-    time: Annotated[float | None, typer.Option(min=0, metavar="SECONDS", help="Begin no case after that; random ones until then.")] = None,
+    time: Annotated[
+        float | None,
+        typer.Option(parser=_seconds, metavar="SECONDS", help="60 or 60s: begin no case after that; random ones until then."),
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Processes that share the work; else one a core, and for each 25 cases, at most.")
+    ] = None,
     device: Device = None,
     load: Load = None,
     save_failures: Annotated[Path | None, typer.Option(metavar="DIR", help="Write a repro of each kind of failure there.")] = None,
@@ -117,14 +134,18 @@ def check(
     """
     import itertools
 
-    from dualmla.differential.check import Plan
-    from dualmla.differential.files import to_html, to_json, to_junit
+    from dualmla.differential.check import Plan, default_jobs
+    from dualmla.differential.files import check_destinations, to_html, to_json, to_junit
     from dualmla.differential.grids import GRIDS, random_problems
     from dualmla.differential.report import print_report
 
     if grid is not None and grid not in GRIDS:
         _fail(f"--grid must be one of {', '.join(GRIDS)}, got {grid!r}")
     asked_random = cases is not None or (time is not None and grid is None)
+    try:
+        check_destinations(files={"--json": json, "--junit": junit, "--html": html}, repros=save_failures)
+    except (ImportError, OSError) as error:
+        _fail(str(error))
     draws = GRIDS[grid or "quick"]() if grid or not asked_random else []
     title = f"grid {grid or 'quick'}" if draws else ""
     total: int | None = len(draws)
@@ -139,16 +160,14 @@ def check(
         load=tuple(load or ()),
         seconds=time,
         save=save_failures,
+        jobs=jobs or default_jobs(total),
     )
     console = _console()
     report = _run_check(console, problems, plan, total)
     print_report(console, report)
     for path, convert in ((json, to_json), (junit, to_junit), (html, to_html)):
         if path is not None:
-            try:
-                path.write_text(convert(report))
-            except (ImportError, OSError) as error:
-                _fail(str(error))
+            path.write_text(convert(report))
             console.print(f"wrote {path}", style="dim", highlight=False)
     raise typer.Exit(DISAGREE if report.failed else AGREE if report.ran else COULD_NOT_RUN)
 
@@ -199,6 +218,7 @@ def certify(
     from dualmla.backends.base import BackendUnavailable
     from dualmla.differential.certify import certify as run
     from dualmla.differential.certify import groups, machine_of
+    from dualmla.differential.files import check_destinations
     from dualmla.differential.report import print_certificate
     from dualmla.validation import checked_device
 
@@ -207,6 +227,7 @@ def certify(
     wanted = groups(heads or [16, 128], max_query_len=max_query_len, return_lse=return_lse)
     path = out or default_path()
     try:
+        check_destinations(files={"--out": out})
         machine = machine_of(checked_device(torch.device(place)))
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("certifying", total=len(wanted))

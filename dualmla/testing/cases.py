@@ -193,7 +193,7 @@ def lay_out_decode(values: DecodeValues, device: torch.device | str = "cpu", *, 
     q.copy_(values.q)
     out = _buffer(case, (len(q), case.num_heads, case.kv_lora_rank), case.dtype, math.nan if poison else 7.0)
     meta = decode_metadata(table, list(case.seq_lens), list(case.new_tokens), page_size=case.page_size, device=device)
-    return DecodeInputs(case, _moved(q, device), _moved(kv_cache, device), meta, _moved(out, device))
+    return DecodeInputs(case, _moved(q, device), _moved(kv_cache, device, untouched=case.first_page), meta, _moved(out, device))
 
 
 def nobodys_number(dtype: torch.dtype) -> float:
@@ -266,12 +266,14 @@ def _buffer(case: DecodeCase, shape: tuple[int, ...], dtype: torch.dtype, fill: 
     return buffer[:, : shape[1], : shape[2]]
 
 
-def _moved(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """On `device` with the same strides."""
+def _moved(tensor: torch.Tensor, device: torch.device | str, untouched: int = 0) -> torch.Tensor:
+    """On `device` with the same strides; rows below `untouched` are left as memory is."""
     if torch.device(device).type == "cpu":
         return tensor
     base = tensor._base if tensor._base is not None else tensor
-    return base.to(device).as_strided(tensor.shape, tensor.stride())
+    moved = torch.empty_like(base, device=device)
+    moved[untouched:] = base[untouched:].to(device)
+    return moved.as_strided(tensor.shape, tensor.stride())
 
 
 def _runs(lengths: tuple[int, ...]) -> str:
