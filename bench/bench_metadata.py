@@ -241,7 +241,8 @@ def kernels_of_steps(step: Callable[[], Any], device: torch.device, steps: int =
     for event in sorted(events, key=lambda event: event.start_ns()):
         if "spin_kernel" in event.name():
             found.append([])
-        found[-1].append((event.start_ns(), event.start_ns() + event.duration_ns()))
+        if found:
+            found[-1].append((event.start_ns(), event.end_ns()))
     return found
 
 
