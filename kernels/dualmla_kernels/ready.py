@@ -26,8 +26,8 @@ RULES_KNOWN = (3, 6) <= tuple(int(part) for part in triton.__version__.split("."
 MOST = 4096
 """Kinds of launches remembered: more than come up, and a bound of the memory they take."""
 
-_launched: dict[tuple[Any, ...], tuple[Any, Any, Any, tuple[None, ...]]] = {}
-"""What runs a compiled kernel, two arguments of that, and what stands for the kernel's constants, which are compiled in."""
+_launched: dict[tuple[Any, ...], tuple[Any, Any, Any, Any, tuple[None, ...]]] = {}
+"""A kernel, what runs it compiled, two arguments of that, and what stands for its constants, which are compiled in."""
 
 
 def launch_ready(kernel: Any, grid: tuple[int, ...], device_index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -46,9 +46,9 @@ def launch_ready(kernel: Any, grid: tuple[int, ...], device_index: int, args: tu
             if len(_launched) >= MOST:
                 _launched.clear()
             constants = (None,) * (len(kernel.arg_names) - len(args))
-            _launched[key] = compiled.run, compiled.function, compiled.packed_metadata, constants
+            _launched[key] = kernel, compiled.run, compiled.function, compiled.packed_metadata, constants
         return
-    run, function, metadata, constants = found
+    _, run, function, metadata, constants = found
     x, y, z = (*grid, 1, 1)[:3]
     run(x, y, z, driver.active.get_current_stream(device_index), function, metadata, None, None, None, *values, *constants)
 
