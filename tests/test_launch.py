@@ -14,7 +14,10 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.runtime.jit import create_function_from_signature
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dualmla_kernels import ready
 from dualmla_kernels.ready import launch_ready, sort
@@ -150,6 +153,15 @@ for _dtype in (torch.float32, torch.bfloat16, torch.int32, torch.int64, torch.ui
     }
     VALUES |= {f"{_dtype}, a parameter": torch.nn.Parameter(_whole, requires_grad=False)}
     VALUES |= {f"{_dtype}, {size} bytes": torch.empty(size // _dtype.itemsize, dtype=_dtype, device="meta") for size in (2**31 - 8, 2**31)}
+
+
+for _dtype, _block in ((torch.bfloat16, [16, 64]), (torch.float16, [16, 64]), (torch.bfloat16, [16, 32]), (torch.bfloat16, [32, 32])):
+    _rows = torch.zeros(64, 128, dtype=_dtype)
+    VALUES[f"block {_block} of {_dtype}"] = TensorDescriptor(_rows, [64, 128], [128, 1], _block)
+    VALUES[f"block {_block} of {_dtype}, elsewhere"] = TensorDescriptor(_rows[16:], [40, 64], [128, 1], _block)
+    for _width in (32, 64):
+        _layout = NVMMASharedLayout(swizzle_byte_width=_width, element_bitwidth=16, rank=2)
+        VALUES[f"block {_block} of {_dtype}, layout {_width}"] = GluonDescriptor(_rows, [64, 128], [128, 1], _block, _layout)
 
 
 @pytest.mark.parametrize("target", [GFX942, GPUTarget("cuda", 90, 32)], ids=["AMD", "NVIDIA"])

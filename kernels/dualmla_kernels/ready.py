@@ -7,6 +7,7 @@ apart at least what Triton tells apart, and what Triton launched for the same ki
     tensor   its dtype; whether it is aligned to 16 bytes; on AMD also whether its memory is within 2 GiB (buffer instructions)
     int      1; a multiple of 16; any other; and the integer type that holds it
     float, bool, None   their type
+    tensor descriptor   the dtype of its tensor, its block, and its layout where Gluon gives it one
 
 These are the rules of Triton 3.6 to 3.9; tests/test_launch.py holds them against Triton's own. Other versions, arguments that
 are none of these, and launches that a profiler's hooks want to hear of go Triton's way.
@@ -76,6 +77,9 @@ def sort(args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
             values.append(address)
         elif arg is None or kind is float or kind is bool:
             kinds.append(kind)
+            values.append(arg)
+        elif hasattr(arg, "block_shape"):
+            kinds.append((kind, arg.base.dtype, *arg.block_shape, getattr(arg, "layout", None)))
             values.append(arg)
         else:
             break
