@@ -260,7 +260,7 @@ def _run_check(console: Console, problems: Iterable[Draw], plan: Plan, total: in
     """`run_check` behind a progress bar."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    from dualmla.differential.check import Row, run_check
+    from dualmla.differential.check import Row, fails, run_check
     from dualmla.differential.worker import WorkerFailed
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
@@ -270,7 +270,7 @@ def _run_check(console: Console, problems: Iterable[Draw], plan: Plan, total: in
 
         def on_row(row: Row) -> None:
             nonlocal wrong
-            wrong += any(verdict.status == "fail" for verdict in row)
+            wrong += fails(row)
             progress.update(task, advance=1, description=f"checking, [red]{wrong} wrong[/]" if wrong else "checking")
 
         try:

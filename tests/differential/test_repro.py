@@ -16,6 +16,7 @@ from dualmla.differential.files import to_html, to_json, to_junit
 from dualmla.differential.grids import GRIDS, random_problems
 from dualmla.differential.judge import judge
 from dualmla.differential.problems import OPERATIONS, DecodeProblem, unpack
+from dualmla.differential.worker import WorkerFailed
 from dualmla.testing import DecodeCase, assert_bits_equal
 
 CASES = (
@@ -118,6 +119,30 @@ def test_a_backend_that_only_crashes_ends_the_check(monkeypatch):
     assert len(report.rows) == 3
     assert report.ended == "fault-abort crashed or hung 3 times"
     assert Path(FAULTS_FILE).name in report.rows[0][0].findings[0].sentence
+
+
+def test_processes_share_the_work():
+    """In the order of the problems, and of each kind of failure the first is shrunk once."""
+    seen = []
+    plan = Plan(["fault-sound", "fault-heads"], "cpu", load=(FAULTS_FILE,), jobs=2)
+    draws = [lambda case=case: DecodeProblem.draw(case) for case in CASES * 4]
+    report = run_check(draws, plan, seen.append)
+    assert [row[0].title for row in report.rows] == [str(case) for case in CASES * 4]
+    assert sorted(map(id, seen)) == sorted(map(id, report.rows))
+    assert [[v.status for v in row] for row in report.rows] == [["pass", "fail"]] * 8
+    (failure,) = report.failures
+    assert failure.problem.case.num_heads == 2
+    assert report.backends == ("fault-sound", "fault-heads")
+
+
+def test_a_lane_that_can_not_start_ends_all():
+    with pytest.raises(WorkerFailed, match="must be one of auto"):
+        run_check(random_problems(0), Plan(["tritn"], "cpu", jobs=2))
+
+
+def test_how_many_processes(monkeypatch):
+    monkeypatch.setattr(check.os, "sched_getaffinity", lambda pid: range(16), raising=False)
+    assert [check.default_jobs(problems) for problems in (None, 1, 49, 50, 400, 5000)] == [16, 1, 1, 2, 16, 16]
 
 
 def test_time_is_up():
