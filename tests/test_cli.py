@@ -89,7 +89,7 @@ def test_check_disagrees_and_names_the_contract(tmp_path):
         (("--backend", "tritn"), "must be one of auto, aiter, triton, reference"),
         (("--backend", "aiter", "--device", "cpu"), "backend 'aiter' can't be used"),
         (("--grid", "slow"), "--grid must be"),
-        (("--time", "1 minute"), "it must be a number of seconds, such as 60 or 60s"),
+        (("--time", "1 minute"), "it must be a number of seconds"),
         (("--time", "-1"), "it must be a number of seconds"),
         (("--jobs", "0"), "Invalid value for '--jobs'"),
     ],
