@@ -21,6 +21,7 @@ from dualmla.differential.problems import (
     ReplayProblem,
 )
 from dualmla.testing import LAYER_GRID, PREFILL_GRID, QUICK_GRID, DecodeCase, LayerCase, PrefillCase
+from dualmla.testing.timed import timed_grid
 from dualmla.validation import device_float8
 
 Draw = Callable[[], Problem]
@@ -114,7 +115,13 @@ def _vllm() -> list[Draw]:
     return [lambda case=case: LayerProblem(case) for case in cases]  # type: ignore[misc]
 
 
-GRIDS: dict[str, Callable[[], list[Draw]]] = {"quick": _quick, "aiter": _aiter, "flashmla": _flashmla, "vllm": _vllm}
+def _peers() -> list[Draw]:
+    """The decodes that `dualmla bench --grid peers` times."""
+    cases = [timed.case for timed in timed_grid("peers", torch.device("cpu"))]
+    return _decodes([case for case in cases if isinstance(case, DecodeCase)])
+
+
+GRIDS: dict[str, Callable[[], list[Draw]]] = {"quick": _quick, "aiter": _aiter, "flashmla": _flashmla, "vllm": _vllm, "peers": _peers}
 
 
 def random_problems(seed: int, *, most_work: int = 40_000) -> Iterator[Draw]:

@@ -96,9 +96,10 @@ class DecodeCase:
 
     def __str__(self) -> str:
         """Short and telling: a test's id and a table's first column."""
-        parts = [f"h{self.num_heads}", f"q{_runs(self.new_tokens)}", f"kv{_runs(self.seq_lens)}", f"p{self.page_size}", _short(self.dtype)]
+        parts = [f"h{self.num_heads}", f"q{_runs(self.new_tokens)}", f"kv{_runs(self.seq_lens)}", f"p{self.page_size}"]
+        parts.append(short_dtype(self.dtype))
         if self.cache_dtype != self.dtype:
-            parts.append(f"cache-{_short(self.cache_dtype)}")
+            parts.append(f"cache-{short_dtype(self.cache_dtype)}")
         if self.data != "normal":
             parts.append(self.data)
         defaults = DecodeCase()
@@ -281,6 +282,7 @@ def _runs(lengths: tuple[int, ...]) -> str:
     return ",".join(f"{value}x{count}" if count > 1 else str(value) for value, count in runs) or "none"
 
 
-def _short(dtype: torch.dtype) -> str:
+def short_dtype(dtype: torch.dtype) -> str:
+    """As tables and ids name it: `bf16`, `e4m3fn`."""
     names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
     return names.get(dtype, str(dtype).removeprefix("torch.float8_"))
