@@ -183,6 +183,22 @@ def test_where_nothing_can_be_written_nothing_runs(tmp_path, monkeypatch, option
 
 
 @pytest.mark.parametrize(
+    ("command", "function"),
+    [
+        (("bench", "--batch", "1", "--kv", "3", "--json"), "dualmla.bench.run.run_bench"),
+        (("bench", "--batch", "1", "--kv", "3", "--plot"), "dualmla.bench.run.run_bench"),
+        (("certify", "--out"), "dualmla.differential.certify.machine_of"),
+    ],
+    ids=lambda value: "".join(value[:1] + value[-1:]) if isinstance(value, tuple) else "",
+)
+def test_every_command_that_writes_tries_first(tmp_path, monkeypatch, command, function):
+    monkeypatch.setattr(function, lambda *rest: pytest.fail("it ran"))
+    result = dualmla_(*command, str(tmp_path / "no" / "r.png"), "--device", "cpu")
+    assert result.exit_code == 2
+    assert "there is no directory" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
     ("option", "package", "hidden"), [("--html", "jinja2", "jinja2"), ("--save-failures", "safetensors", "safetensors")]
 )
 def test_a_missing_package_is_said_before_anything_runs(tmp_path, monkeypatch, option, package, hidden):
