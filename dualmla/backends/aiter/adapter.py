@@ -108,7 +108,7 @@ class AiterMLABackend(MLABackend):
         units = torch.cuda.get_device_properties(q.device).multi_processor_count
         launch.decode(
             found.aiter, shape, q, kv_cache, meta, softmax_scale,
-            causal=causal, out=out, lse=lse, compute_units=units, captured=torch.cuda.is_current_stream_capturing(),
+            causal=causal, out=out, lse=lse, k_scale=k_scale, compute_units=units, captured=torch.cuda.is_current_stream_capturing(),
         )  # fmt: skip
 
     @classmethod
