@@ -106,7 +106,7 @@ def mla_decode_stage1_asm_fwd(
     Q, KV, qo_indptr, kv_indptr, kv_page_indices, kv_last_page_lens, num_kv_splits_indptr, work_metadata, work_indptr, work_info_set,
     max_seqlen_q, softmax_scale, splitData, splitLse, output, q_scale=None, kv_scale=None,
 ):
-    """The launcher: persistent where there is no split indptr, for bf16 queries over a float8 cache. The kernel's work list is the plan's."""
+    """The launcher: persistent where there is no split indptr, for bf16 queries over a float8 cache, by the plan's work list."""
     if num_kv_splits_indptr is not None:
         return by_splits(
             Q, KV, qo_indptr, kv_indptr, kv_page_indices, kv_last_page_lens, num_kv_splits_indptr, work_metadata, work_indptr,
@@ -156,7 +156,8 @@ def get_mla_metadata_v1(
 get_mla_metadata_v1.__doc__ = "get_mla_metadata_v1(" + ", ".join(
     [f"{name}: torch.Tensor" for name in ("seqlens_qo_indptr", "seqlens_kv_indptr")]
     + ["num_heads_per_head_k: int", "num_heads_k: int", "is_causal: bool"]
-    + [f"{name}: torch.Tensor" for name in "work_metadata_ptrs work_info_set work_indptr reduce_indptr reduce_final_map reduce_partial_map".split()]
+    + [f"{name}: torch.Tensor" for name in "work_metadata_ptrs work_info_set work_indptr".split()]
+    + [f"{name}: torch.Tensor" for name in "reduce_indptr reduce_final_map reduce_partial_map".split()]
     + ["kv_granularity: int = 16", "max_seqlen_qo: int = -1", "uni_seqlen_qo: int = -1", "fast_mode: bool = True", "topk: int = -1"]
     + ["max_split_per_batch: int = -1"]
 ) + ") -> None"
@@ -186,7 +187,11 @@ mla_decode_stage1_asm_fwd.__doc__ = "mla_decode_stage1_asm_fwd(" + ", ".join(
 
 
 def lay_out(folder: Path, first_stage: str) -> dict[str, str]:
-    """Write the extensions, the first stage being `MLA`, `EMULATED` or `PERSISTENT`, and ROCm's tools; the environment that makes AITER use them."""
+    """Write the extensions and ROCm's tools; the environment that makes AITER use them.
+
+    Arguments:
+        first_stage: `MLA`, `EMULATED` or `PERSISTENT`.
+    """
     tools, modules = folder / "bin", folder / "jit"
     for directory in (tools, modules):
         directory.mkdir(parents=True)

@@ -1,6 +1,7 @@
 """Run as a program: the real AITER through the whole of our backend, on a CPU that claims to be a gfx942. Prints JSON.
 
-Arguments: which cases, those over a float8 cache with a p before, else all the others. With the emulator P is rounded to bf16, as on the GPU, so the errors are told beside the counts.
+Arguments: which cases, those over a float8 cache with a p before; else all the others. With the emulator P is rounded to bf16, as on
+the GPU, so the errors are told beside the counts.
 """
 
 from __future__ import annotations

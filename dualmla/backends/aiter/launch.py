@@ -166,7 +166,7 @@ def _repeat_heads(q: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _make_finite(row: torch.Tensor) -> None:
-    """Numbers of a cache row that are not finite become finite, in place; float8 has no kernel for that, its bit patterns are told apart."""
+    """Numbers of a cache row that are not finite become finite, in place; torch can't do that to float8, but NaN has few bit patterns."""
     if row.dtype not in FLOAT8_DTYPES:
         row.nan_to_num_()
         return
