@@ -78,6 +78,9 @@ class MetadataBuffers:
         prefills: the batch may hold prefills, whose page ids are packed once more for their own view.
         own_table: the block table is copied: `table` int32 [max_num_reqs, max_num_pages].
         replayed: graphs read the buffers, and what backends keep with them.
+
+    Attributes:
+        on_replay: called with the batch size after each replay of a graph that reads these buffers; what shadow mode hangs on.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class MetadataBuffers:
         self.device = device
         self.kept = KeptPlans(max_num_reqs, replayed=replayed)
         self.page_size = page_size
+        self.on_replay: list[Callable[[int], None]] = []
         self._fields = torch.zeros(7, max_num_reqs + 1, dtype=torch.int32, device=device)
         self._rows = self._fields.unbind()
         self._slots = torch.full((num_tokens,), -1, dtype=torch.int64, device=device)

@@ -21,6 +21,7 @@ ALLOWED_OUTSIDE = {
     "dualmla.backends.aiter": {"torch", "aiter", "dualmla_kernels"},  # block tables are cut into tokens by a kernel of ours
     "dualmla.backends.kernels": {"torch", "dualmla_kernels"},
     "dualmla.backends.triton": {"torch", "triton", "dualmla_kernels"},
+    "dualmla.bench": {"torch", "rich", "matplotlib"},
     "dualmla.buffers": {"torch", "dualmla_kernels"},  # on a GPU, where a kernel writes them
     "dualmla.cli": {"torch", "typer", "rich"},
     "dualmla.demo": {"torch", "rich", "transformers"},

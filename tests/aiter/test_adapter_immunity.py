@@ -91,7 +91,7 @@ UNGUARDED: dict[str, tuple[Callable[[], None], Guard]] = {
         (support, "TABLE", (Kernels(("S2",), ("gfx942",), "float8", True, {16: 4}),)),
     ),
     "11: an empty work item ends its workgroup": (
-        lambda: decodes(Case([0, 20, 20, 20], [1] * 4, cache=FNUZ)),
+        lambda: decodes(Case([0, *[20] * 7], [1] * 8, cache=FNUZ)),
         (plan, "LEAST_KEYS", 0),
     ),
     "12: prefill offsets are 32 bits": (
