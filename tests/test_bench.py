@@ -15,10 +15,11 @@ import dualmla.bench.run
 from dualmla.bench import clock as clocks
 from dualmla.bench.clock import Captured, Ceilings, Clock, Timing
 from dualmla.bench.inputs import draw
+from dualmla.bench.peers import Peer
 from dualmla.bench.report import comparisons, geometric_mean
 from dualmla.bench.results import Row, from_json, to_json
 from dualmla.bench.run import measure
-from dualmla.bench.subjects import MOST_INTERPRETED, Peer, Prepared, Registered
+from dualmla.bench.subjects import MOST_INTERPRETED, Prepared, Registered
 from dualmla.bench.truth import judge_of
 from dualmla.differential.grids import GRIDS
 from dualmla.testing import DecodeCase, PrefillCase, compare_decode, run_decode, run_prefill
@@ -385,6 +386,8 @@ def test_what_a_peer_can_not_be_asked(peers, options, why):
         (("--device", "cuda:99"), "--device must be cpu, cuda or cuda:N, of"),
         (("--device", "gpu"), "--device must be cpu, cuda or cuda:N, got 'gpu'"),
         (("--batch", "65536", "--kv", "1000000"), "--batch, --kv and --heads must fit into memory: decode, 16 heads"),
+        (("--json", "no/such/r.json"), "--json no/such/r.json: there is no directory no/such"),
+        (("--plot", "no/such/r.png"), "--plot no/such/r.png: there is no directory no/such"),
         (("--plot", "roof.bmp"), "--plot must end in .png, .svg, .pdf, got 'roof.bmp'"),
     ],
 )
