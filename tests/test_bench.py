@@ -254,6 +254,18 @@ def test_a_backend_without_an_lse_is_timed_without(monkeypatch):
     assert prepared.result()[1] is None
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("timed", [DECODE, PREFILL], ids=str)
+def test_a_gpu_has_graphs_and_a_host(timed):
+    """Both ways are checked and timed, and the call returns before the device is done with many."""
+    (row,) = measure([(timed, Registered("triton", DEVICE))], Clock(DEVICE, rounds=20), CEILINGS)
+    assert (row.status, row.note) == ("timed", "")
+    assert row.eager is not None
+    assert row.graph is not None
+    assert row.host is not None
+    assert 0 < row.graph.median < 1e-3
+
+
 def test_what_an_earlier_call_left_is_no_result(monkeypatch):
     """A backend that writes once and never again is wrong, and so is a peer."""
     calls = itertools.count()
