@@ -339,10 +339,11 @@ def _run_bench(
     """What was asked, made sure of before anything is run, then `run_bench` behind a progress bar."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from dualmla.bench.choice import chosen, load_files
     from dualmla.bench.clock import Clock
+    from dualmla.bench.peers import load_peers
     from dualmla.bench.run import run_bench
     from dualmla.bench.shapes import asked_cases, bench_device
-    from dualmla.bench.subjects import chosen, load_files, load_peers
 
     place = bench_device(device)
     cases = asked_cases(asked, grid, place)
