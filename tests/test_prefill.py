@@ -15,10 +15,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import DEVICE
 
 import dualmla
 from dualmla.testing import Exact, assert_bits_equal, compare
 from dualmla.testing.prefill import PrefillCase, PrefillInputs, exact_prefill, make_prefill_inputs, run_prefill
+from dualmla_kernels.prefill import runs_on_hopper
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -64,6 +66,43 @@ CASES = (
 def test_against_float64(case: PrefillCase, causal: bool, device: torch.device, backend: str) -> None:
     case = dataclasses.replace(case, causal=causal)
     check(make_prefill_inputs(case, device), backend, truth(case, device))
+
+
+hopper = pytest.mark.skipif(
+    DEVICE.type != "cuda" or torch.cuda.get_device_capability(DEVICE) != (9, 0), reason="prefill_hopper is a kernel of sm_90"
+)
+HOPPER_CASES = (
+    # dtypes; around the blocks of 128 queries of two warpgroups and the tiles of 128 keys
+    *(PrefillCase(query_lens=(130, 5), dtype=dtype) for dtype in (BF16, FP16)),
+    *(PrefillCase(num_heads=1, query_lens=(n,)) for n in (65, 127, 128, 129, 192, 193, 255, 256, 257, 700)),
+    *(PrefillCase(num_heads=1, query_lens=(150,), key_lens=(m,)) for m in (1, 64, 149, 151, 255, 256, 257, 383, 384, 385, 1000)),
+    # more requests than one, empty ones, fewer keys than queries, none; keys of a request end where those of the next begin
+    PrefillCase(query_lens=(5, 0, 300, 3, 1, 129), key_lens=(9, 4, 530, 0, 1, 200), padding_tokens=3),
+    PrefillCase(query_lens=(300, 9, 3, 200), key_lens=(105, 4, 3, 0)),
+    PrefillCase(query_lens=(129, 0), key_lens=(0, 3), padding_tokens=5),
+    PrefillCase(num_heads=2, query_lens=tuple(range(1, 280, 7)), key_lens=tuple(range(280, 0, -7))),
+    # heads: fewer than a group, not a multiple of it, more blocks than there are programs
+    *(PrefillCase(num_heads=heads, query_lens=(140, 2), key_lens=(140, 80)) for heads in (1, 8, 12, 20)),
+    PrefillCase(num_heads=7, query_lens=(4000, 900), key_lens=(4300, 900)),
+    PrefillCase(num_heads=3, query_lens=(20000,)),
+    PrefillCase(query_lens=(140, 9), key_lens=(145, 80), padding_tokens=2, strided=True),
+    PrefillCase(num_heads=16, query_lens=(133,), key_lens=(265,), strided=True, dtype=FP16),
+)
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("case", HOPPER_CASES, ids=str)
+def test_hopper_against_float64(case: PrefillCase, causal: bool, device: torch.device) -> None:
+    """Right, and the same bits each time, whichever program does which block."""
+    inputs = make_prefill_inputs(dataclasses.replace(case, causal=causal), device)
+    assert runs_on_hopper(inputs.q, inputs.k, inputs.v)
+    first = [x.clone() for x in check(inputs, "triton")]
+    for _ in range(2):
+        inputs.out.fill_(math.nan)
+        for name, got, want in zip(("out", "lse"), run_prefill(inputs, "triton"), first, strict=True):
+            assert_bits_equal(got, want, name)
 
 
 lengths = st.lists(st.tuples(st.integers(0, 70), st.integers(0, 140)), min_size=1, max_size=4)

@@ -68,6 +68,25 @@ def _tile(
     return m_new, l, acc
 
 
+@triton.jit
+def write_padding(
+    out_ptr, lse_ptr, end_token, num_tokens, out_token_stride, out_head_stride, lse_head_stride, lse_token_stride,
+    H: tl.constexpr, V: tl.constexpr, V_PADDED: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Tokens from `end_token` on are no request's: their rows are 0 and -inf. All programs of the launch do some."""
+    ov = tl.arange(0, V_PADDED)
+    rows = (num_tokens - end_token) * H
+    for first in tl.range(tl.program_id(0) * BM, rows, tl.num_programs(0) * BM, num_stages=1):
+        pad = first + tl.arange(0, BM)
+        token, head = (end_token + pad // H).to(tl.int64), (pad % H).to(tl.int64)
+        out_row = out_ptr + token * out_token_stride + head * out_head_stride
+        nothing = tl.zeros([BM, V_PADDED], out_ptr.dtype.element_ty)
+        tl.store(out_row[:, None] + ov[None, :], nothing, mask=(pad < rows)[:, None] & (ov < V)[None, :])
+        if lse_ptr is not None:
+            empty = tl.full([BM], float("-inf"), tl.float32)
+            tl.store(lse_ptr + head * lse_head_stride + token * lse_token_stride, empty, mask=pad < rows)
+
+
 # what changes from batch to batch is no reason to compile again
 @triton.jit(
     do_not_specialize=["cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "num_reqs", "num_tokens", "blocks", "lse_head_stride", "lse_token_stride"]
@@ -143,18 +162,10 @@ def _prefill(
             row_lse = tl.where(seen, (m + tl.log2(total)) * LN2, float("-inf"))
             tl.store(lse_ptr + far_head * lse_head_stride + token * lse_token_stride, row_lse, mask=live)
 
-    # tokens that no request owns are padding: every row is written
-    end_token = tl.load(cu_seqlens_q_ptr + num_reqs)
-    padding_rows = (num_tokens - end_token) * H
-    for first in tl.range(program * BM, padding_rows, tl.num_programs(0) * BM, num_stages=1):
-        pad = first + tl.arange(0, BM)
-        token, far_head = (end_token + pad // H).to(tl.int64), (pad % H).to(tl.int64)
-        out_row = out_ptr + token * out_token_stride + far_head * out_head_stride
-        nothing = tl.zeros([BM, V_PADDED], out_ptr.dtype.element_ty)
-        tl.store(out_row[:, None] + ov[None, :], nothing, mask=(pad < padding_rows)[:, None] & (ov < V)[None, :])
-        if lse_ptr is not None:
-            empty = tl.full([BM], float("-inf"), tl.float32)
-            tl.store(lse_ptr + far_head * lse_head_stride + token * lse_token_stride, empty, mask=pad < padding_rows)
+    write_padding(
+        out_ptr, lse_ptr, tl.load(cu_seqlens_q_ptr + num_reqs), num_tokens,
+        out_token_stride, out_head_stride, lse_head_stride, lse_token_stride, H, V, V_PADDED, BM,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -201,6 +212,23 @@ def split_head_dim(head_dim: int) -> tuple[int, int]:
     return first, head_dim - first
 
 
+def runs_on_hopper(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether `prefill_hopper` can do it: on sm_90, 16-bit numbers, DeepSeek's head dims, tensors that the TMA unit can describe.
+
+    It reads [rows, H, D] as rows of all heads: steps of 16 bytes, columns within int32.
+    """
+    return (
+        target_of(q.device).arch == "sm_90"
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and (q.shape[2], v.shape[2]) == (192, 128)
+        and all(
+            x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and x.stride(1) % 8 == 0 and 0 < x.stride(0) < 1 << 34
+            and (x.shape[1] - 1) * x.stride(1) + x.shape[2] < 1 << 31
+            for x in (q, k, v)
+        )
+    )  # fmt: skip
+
+
 def mla_prefill(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -222,13 +250,18 @@ def mla_prefill(
     """
     num_tokens, heads, v_dim = out.shape
     num_reqs = cu_seqlens_q.shape[0] - 1
-    if num_reqs == 0 or max_seqlen_q == 0:
+    if num_reqs == 0 or max_seqlen_q == 0 or k.shape[0] == 0:
         out.zero_()
         if lse is not None:
             lse.fill_(float("-inf"))
         return
     device = q.device
     platform = target_of(device).platform
+    if max_seqlen_q > 64 and runs_on_hopper(q, k, v):
+        from dualmla_kernels.prefill_hopper import mla_prefill_hopper
+
+        mla_prefill_hopper(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal=causal, out=out, lse=lse)
+        return
     config = prefill_config(max_seqlen_q, q.shape[2] + v_dim, q.dtype, platform)
     blocks = cdiv(max_seqlen_q, config.block_m)
     group = min(config.group, heads)
