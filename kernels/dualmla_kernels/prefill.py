@@ -24,9 +24,9 @@ import torch
 import triton
 import triton.language as tl
 
-from dualmla_kernels.launch import cdiv, launch, next_power_of_2
+from dualmla_kernels.launch import HAS_GLUON, cdiv, launch, next_power_of_2
 from dualmla_kernels.numerics import LN2, LOG2E, cast, dot
-from dualmla_kernels.target import target_of
+from dualmla_kernels.target import Target, target_of
 
 
 @triton.jit
@@ -168,6 +168,10 @@ def _prefill(
     )  # fmt: skip
 
 
+SHORT = 64
+"""Requests of at most so many queries are done in smaller blocks."""
+
+
 @dataclass(frozen=True)
 class PrefillConfig:
     """How the kernel is compiled: queries and keys a tile, pipeline stages, warps, heads that run together."""
@@ -179,13 +183,13 @@ class PrefillConfig:
     group: int
 
 
-def prefill_config(max_seqlen_q: int, head_dims: int, dtype: torch.dtype, platform: str) -> PrefillConfig:
-    """The configuration for requests of at most `max_seqlen_q` queries on "cpu", "hip" or "cuda". Evidence: docs/performance.md.
+def prefill_config(max_seqlen_q: int, head_dims: int, dtype: torch.dtype, target: Target) -> PrefillConfig:
+    """The configuration for requests of at most `max_seqlen_q` queries on a chip. Evidence: docs/performance.md.
 
     `head_dims`: numbers of a key and a value of a head together, 320 in DeepSeek's models; from 400 on tiles are small, so
     that 512 and 512 still fit into shared memory.
     """
-    short = max_seqlen_q <= 64
+    short, platform = max_seqlen_q <= SHORT, target.platform
     if platform == "cpu":
         return PrefillConfig(block_m=32 if short else 64, block_n=64, stages=1, warps=1, group=8)
     if head_dims > 384:
@@ -198,7 +202,8 @@ def prefill_config(max_seqlen_q: int, head_dims: int, dtype: torch.dtype, platfo
         return PrefillConfig(block_m=64 if short else 128, block_n=32, stages=1, warps=4, group=8)
     if short:
         return PrefillConfig(block_m=64, block_n=64, stages=2, warps=4, group=8)
-    return PrefillConfig(block_m=128, block_n=128, stages=2, warps=8, group=8)
+    # 90 KB, so that chips with 99 KB of shared memory for a program can run it
+    return PrefillConfig(block_m=128, block_n=128 if target.arch == "sm_90" else 64, stages=2, warps=8, group=8)
 
 
 LEAST_V = {"cpu": 16, "hip": 16, "cuda": 64}
@@ -218,7 +223,8 @@ def runs_on_hopper(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     It reads [rows, H, D] as rows of all heads: steps of 16 bytes, columns within int32.
     """
     return (
-        target_of(q.device).arch == "sm_90"
+        HAS_GLUON
+        and target_of(q.device).arch == "sm_90"
         and q.dtype in (torch.bfloat16, torch.float16)
         and (q.shape[2], v.shape[2]) == (192, 128)
         and all(
@@ -256,13 +262,13 @@ def mla_prefill(
             lse.fill_(float("-inf"))
         return
     device = q.device
-    platform = target_of(device).platform
-    if max_seqlen_q > 64 and runs_on_hopper(q, k, v):
+    target = target_of(device)
+    if max_seqlen_q > SHORT and runs_on_hopper(q, k, v):
         from dualmla_kernels.prefill_hopper import mla_prefill_hopper
 
         mla_prefill_hopper(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal=causal, out=out, lse=lse)
         return
-    config = prefill_config(max_seqlen_q, q.shape[2] + v_dim, q.dtype, platform)
+    config = prefill_config(max_seqlen_q, q.shape[2] + v_dim, q.dtype, target)
     blocks = cdiv(max_seqlen_q, config.block_m)
     group = min(config.group, heads)
     first, rest = split_head_dim(q.shape[2])
@@ -272,7 +278,7 @@ def mla_prefill(
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0), out.stride(1),
         *((0, 0) if lse is None else lse.stride()),
         H=heads, D0=first, D1=rest, D1_PADDED=max(next_power_of_2(rest), 16),
-        V=v_dim, V_PADDED=max(next_power_of_2(v_dim), LEAST_V[platform]),
+        V=v_dim, V_PADDED=max(next_power_of_2(v_dim), LEAST_V[target.platform]),
         CAUSAL=causal, BM=config.block_m, BN=config.block_n, GROUP=group, STAGES=config.stages,
         EXACT=device.type == "cpu", num_warps=config.warps,
     )  # fmt: skip

@@ -28,21 +28,23 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from dualmla_kernels import prefill_order
 from dualmla_kernels.gluon_compat import async_load, barrier
 from dualmla_kernels.launch import cdiv, launch
 from dualmla_kernels.numerics import LN2, LOG2E
+from dualmla_kernels.prefill_order import order_blocks
 from dualmla_kernels.target import target_of
 
-QK, V = 192, 128
 BN, STAGES = 128, 2
 REGISTERS = 240
 """Of a lane that multiplies; the copying warp has 24, which with 240 twice are all there are."""
 
-GROUP_TOKENS = 32768
+GROUP_TOKENS = 16384
 """Heads of a group times queries: enough blocks to even out the ends, few enough keys for the L2 cache (20 MB of 50)."""
 
-ROWS = 1 << 30
+AHEAD = gl.constexpr(2)
+"""Tiles before the end of a block that the next one is asked for."""
+
+ROWS = gl.constexpr(1 << 30)
 """Rows that values are said to have."""
 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
@@ -75,6 +77,18 @@ def _told(item, turn, field: gl.constexpr):
 
 
 @gluon.jit
+def _block(number, order_ptr, blocks, heads, group):
+    """Head and block of an item; those of the last one where there are not so many."""
+    number = gl.minimum(number, blocks * heads - 1)
+    first_head = number // (blocks * group) * group
+    rest = number - first_head * blocks
+    size = gl.minimum(group, heads - first_head)
+    entry = order_ptr + (1 + rest // size) * 8
+    head = first_head + rest % size
+    return head, gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3), gl.load(entry + 4)
+
+
+@gluon.jit
 def _copy(
     q_desc, k_desc, v_desc, order_ptr, heads, group, q_head_stride, k_head_stride, v_head_stride,
     q, k, v, item, q_full, q_free, k_full, k_free, v_full, v_free, BN: gl.constexpr, STAGES: gl.constexpr,
@@ -82,16 +96,10 @@ def _copy(
     """The warp that takes blocks, says which, and copies what they need."""
     blocks = gl.load(order_ptr + 1)
     number = gl.program_id(0)
+    head, first_query, live, first_key, end, seen = _block(number, order_ptr, blocks, heads, group)
     tile = 0
     turn = 0
     while number < blocks * heads:
-        first_head = number // (blocks * group) * group
-        rest = number - first_head * blocks
-        size = gl.minimum(group, heads - first_head)
-        head = first_head + rest % size
-        entry = order_ptr + (1 + rest // size) * 8
-        first_query, first_key, end = gl.load(entry), gl.load(entry + 2), gl.load(entry + 3)
-        live, seen = gl.load(entry + 1), gl.load(entry + 4)
         mbarrier.wait(q_free, (turn & 1) ^ 1)
         _say(item, turn, FIRST_QUERY, first_query)
         _say(item, turn, HEAD, head)
@@ -104,6 +112,8 @@ def _copy(
             for d in gl.static_range(3):
                 async_load(q_desc, [first_query + g * 64, head * q_head_stride + d * 64], q_full, q.index(g * 3 + d))
         tiles = gl.maximum((end + BN - 1) // BN, 1)
+        last_key, k_column, v_column = first_key + end, head * k_head_stride, head * v_head_stride
+        next_end = end
         for j in range(tiles):
             key = (tiles - 1 - j) * BN
             stage = tile % STAGES
@@ -111,14 +121,16 @@ def _copy(
             mbarrier.wait(k_free.index(stage), phase)
             mbarrier.expect(k_full.index(stage), BN * 192 * 2)
             for d in gl.static_range(3):
-                async_load(k_desc, [first_key + key, head * k_head_stride + d * 64], k_full.index(stage), k.index(stage * 3 + d))
+                async_load(k_desc, [last_key - end + key, k_column + d * 64], k_full.index(stage), k.index(stage * 3 + d))
             mbarrier.wait(v_free.index(stage), phase)
             mbarrier.expect(v_full.index(stage), BN * 128 * 2)
-            at = [1 << 30, first_key + end, (1 << 30) - end + key, head * v_head_stride]
-            async_load(v_desc, at, v_full.index(stage), v.index(stage))
+            async_load(v_desc, [ROWS, last_key, ROWS - end + key, v_column], v_full.index(stage), v.index(stage))
             tile += 1
+            if j == gl.maximum(tiles - AHEAD, 0):  # late, so that whoever is free has it, and early enough to have it in time
+                number = gl.atomic_add(order_ptr, 1)
+                head, first_query, live, first_key, next_end, seen = _block(number, order_ptr, blocks, heads, group)
         turn += 1
-        number = gl.atomic_add(order_ptr, 1)
+        end = next_end
     # no block is left; the other warps score a first tile before they know
     mbarrier.wait(q_free, (turn & 1) ^ 1)
     _say(item, turn, END, -1)
@@ -140,23 +152,23 @@ def _scores(q, k, stage, WARPGROUP: gl.constexpr, BN: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(s, m, c, key, limit, MASKED: gl.constexpr):
+def _softmax(s, m, c, key, seen, CAUSAL: gl.constexpr):
     """The recurrence for scores `s` of the keys from `key` on: the new m, what the old sums are worth, p and its sums."""
-    if MASKED:
-        on = key + gl.arange(0, s.shape[1], layout=COLUMN)
-        s = gl.where(gl.expand_dims(on, 0) < gl.expand_dims(limit, 1), s, float("-inf"))
+    if key + s.shape[1] > seen:
+        limit = gl.full([64], 0, gl.int32, ROW) + (seen - key)
+        if CAUSAL:
+            limit += gl.arange(0, 64, layout=ROW)
+        s = gl.where(gl.expand_dims(gl.arange(0, s.shape[1], layout=COLUMN), 0) < gl.expand_dims(limit, 1), s, float("-inf"))
     m_new = gl.maximum(m, gl.max(s, 1) * c)
-    shift = m_new
-    if MASKED:  # no key yet: -inf - -inf would be NaN
-        shift = gl.where(m_new == float("-inf"), 0.0, m_new)
+    shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # no key yet: -inf - -inf would be NaN
     p = gl.exp2(s * c - gl.expand_dims(shift, 1))
     return m_new, gl.exp2(m - shift), p, gl.sum(p, 1)
 
 
 @gluon.jit
 def _step(
-    m, l, acc, p, tile, key, limit, c, q, k, v, q_free, k_full, k_free, v_full, v_free,
-    WARPGROUP: gl.constexpr, MASKED: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    m, l, acc, p, tile, key, seen, c, q, k, v, q_free, k_full, k_free, v_full, v_free,
+    WARPGROUP: gl.constexpr, CAUSAL: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of the tile after `tile`, the value product of `tile`, whose weights are `p`."""
     stage, next_stage = tile % STAGES, (tile + 1) % STAGES
@@ -168,7 +180,7 @@ def _step(
     barrier()
     mbarrier.arrive(k_free.index(next_stage), count=1)
     mbarrier.arrive(q_free, count=1, pred=key == 0)
-    m, a, p_next, sums = _softmax(s, m, c, key, limit, MASKED)
+    m, a, p_next, sums = _softmax(s, m, c, key, seen, CAUSAL)
     l = l * a + sums
     acc = warpgroup_mma_wait(0, deps=[acc])
     barrier()
@@ -195,29 +207,18 @@ def _attend(
         seen = _told(item, turn, SEEN)
         if CAUSAL:
             seen += WARPGROUP * 64
-            limit = seen + row
-        else:
-            limit = seen + row * 0
-        whole = gl.minimum(gl.maximum(seen, 0) // BN, tiles - 1)  # tiles that all queries see whole, but the one that comes first
-
         s = warpgroup_mma_wait(0, deps=[s])
         barrier()
         mbarrier.arrive(k_free.index(tile % STAGES), count=1)
         mbarrier.arrive(q_free, count=1, pred=tiles == 1)
         m = gl.full([64], float("-inf"), gl.float32, ROW)
-        m, a, p, l = _softmax(s, m, c, (tiles - 1) * BN, limit, True)
+        m, _none, p, l = _softmax(s, m, c, (tiles - 1) * BN, seen, CAUSAL)
         p = gl.convert_layout(p.to(q.dtype), WEIGHTS)
         acc = gl.zeros([64, 128], gl.float32, SCORES)
-        for j in range(1, tiles - whole):
+        for j in range(1, tiles):
             m, l, acc, p = _step(
-                m, l, acc, p, tile, (tiles - 1 - j) * BN, limit, c, q, k, v, q_free, k_full, k_free, v_full, v_free,
-                WARPGROUP, True, BN, STAGES,
-            )  # fmt: skip
-            tile += 1
-        for j in range(gl.maximum(tiles - whole, 1), tiles):
-            m, l, acc, p = _step(
-                m, l, acc, p, tile, (tiles - 1 - j) * BN, limit, c, q, k, v, q_free, k_full, k_free, v_full, v_free,
-                WARPGROUP, False, BN, STAGES,
+                m, l, acc, p, tile, (tiles - 1 - j) * BN, seen, c, q, k, v, q_free, k_full, k_free, v_full, v_free,
+                WARPGROUP, CAUSAL, BN, STAGES,
             )  # fmt: skip
             tile += 1
         stage = tile % STAGES
@@ -302,7 +303,7 @@ def _described(x: torch.Tensor, box: list[int]) -> TensorDescriptor:
     if len(box) == 2:
         return TensorDescriptor(x, [x.shape[0], columns], [stride, 1], box, layout)
     most = 0x7FFF0000
-    return TensorDescriptor(x, [most, most, ROWS, columns], [(1 << 34) - stride, stride, stride, 1], box, layout)
+    return TensorDescriptor(x, [most, most, ROWS.value, columns], [(1 << 34) - stride, stride, stride, 1], box, layout)
 
 
 def mla_prefill_hopper(
@@ -317,13 +318,14 @@ def mla_prefill_hopper(
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
-    """As `prefill.mla_prefill`, for bf16 and fp16, heads of 192 and 128, at least one request and key; the other conditions are `prefill.runs_on_hopper`."""
-    tokens, heads, _ = out.shape
-    device, programs = q.device, target_of(q.device).processors
-    order, group = prefill_order.order_blocks(cu_seqlens_q, cu_seqlens_k, programs, causal=causal, out=out, lse=lse), cdiv(GROUP_TOKENS, tokens)
+    """As `prefill.mla_prefill` where `prefill.runs_on_hopper`, for at least one request and one key."""
+    num_tokens, heads, _ = out.shape
+    programs = target_of(q.device).processors
+    order = order_blocks(cu_seqlens_q, cu_seqlens_k, programs, causal=causal, out=out, lse=lse)
     launch(
-        _prefill_hopper, (programs,), device,
-        _described(q, [64, 64]), _described(k, [BN, 64]), _described(v, [1, 1, BN, V]), order, out, lse, softmax_scale, heads, min(group, heads),
-        q.stride(1), k.stride(1), v.stride(1), out.stride(0), out.stride(1), *((0, 0) if lse is None else lse.stride()),
+        _prefill_hopper, (programs,), q.device,
+        _described(q, [64, 64]), _described(k, [BN, 64]), _described(v, [1, 1, BN, 128]), order, out, lse, softmax_scale,
+        heads, min(cdiv(GROUP_TOKENS, num_tokens), heads), q.stride(1), k.stride(1), v.stride(1), out.stride(0), out.stride(1),
+        *((0, 0) if lse is None else lse.stride()),
         CAUSAL=causal, BN=BN, STAGES=STAGES, REGISTERS=REGISTERS, num_warps=4,
     )  # fmt: skip

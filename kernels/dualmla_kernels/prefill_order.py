@@ -44,7 +44,9 @@ def _no_shorter(keys, queries, num_keys, CAUSAL: tl.constexpr, BM: tl.constexpr)
     return tl.where(num_keys >= keys, blocks, 0)
 
 
-@triton.jit(do_not_specialize=["cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "num_reqs", "num_tokens", "taken", "lse_head_stride", "lse_token_stride"])
+@triton.jit(
+    do_not_specialize=["cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "num_reqs", "num_tokens", "taken", "lse_head_stride", "lse_token_stride"]
+)
 def _order(
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, order_ptr, out_ptr, lse_ptr, num_reqs, num_tokens, taken,
     out_token_stride, out_head_stride, lse_head_stride, lse_token_stride,
