@@ -162,7 +162,7 @@ def test_hopper_leaves_odd_strides_to_the_plain_kernel(device: torch.device) -> 
 @pytest.mark.gpu
 def test_hopper_in_a_graph(device: torch.device) -> None:
     """Captured once, replayed on batches of other lengths within the bounds."""
-    batches = [((300, 20, 130), (300, 60, 200)), ((1, 0, 430), (9, 3, 440)), ((150, 150, 150), (150, 0, 150))]
+    batches = [((300, 20, 130), (300, 60, 200)), ((1, 0, 430), (9, 3, 440)), ((150, 150, 150), (150, 0, 150)), ((0, 0, 0), (9, 3, 0))]
     cases = [PrefillCase(query_lens=new, key_lens=keys, padding_tokens=500 - sum(new)) for new, keys in batches]
     static = make_prefill_inputs(dataclasses.replace(cases[0], key_lens=(300, 60, 240)), device)
     arguments = (static.q, static.k, static.v, static.cu_seqlens_q, static.cu_seqlens_k, 450, 450, cases[0].softmax_scale)

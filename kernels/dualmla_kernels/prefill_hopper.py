@@ -38,8 +38,9 @@ BN, STAGES = 128, 2
 REGISTERS = 240
 """Of a lane that multiplies; the copying warp has 24, which with 240 twice are all there are."""
 
-GROUP_TOKENS = 16384
-"""Heads of a group times queries: enough blocks to even out the ends, few enough keys for the L2 cache (20 MB of 50)."""
+GROUP_TOKENS, LAST_TOKENS = 16384, 65536
+"""Heads of a group, and of the last one at least, times queries: few, so that their keys and values stay in the L2 cache (10 MB of
+50); more at the end, so that there are enough blocks of all lengths for the multiprocessors to end together."""
 
 AHEAD = gl.constexpr(2)
 """Tiles before the end of a block that the next one is asked for."""
@@ -77,12 +78,14 @@ def _told(item, turn, field: gl.constexpr):
 
 
 @gluon.jit
-def _block(number, order_ptr, blocks, heads, group):
-    """Head and block of an item; those of the last one where there are not so many."""
+def _block(number, order_ptr, blocks, heads, group, grouped):
+    """Head and block of an item, the first `grouped` heads by groups of `group`; of the last one where there are not so many."""
     number = gl.minimum(number, blocks * heads - 1)
-    first_head = number // (blocks * group) * group
+    first_head = gl.minimum(number // gl.maximum(blocks * group, 1) * group, grouped)
     rest = number - first_head * blocks
-    size = gl.minimum(group, heads - first_head)
+    size = group
+    if first_head == grouped:
+        size = heads - grouped
     entry = order_ptr + (1 + rest // size) * 8
     head = first_head + rest % size
     return head, gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3), gl.load(entry + 4)
@@ -90,13 +93,13 @@ def _block(number, order_ptr, blocks, heads, group):
 
 @gluon.jit
 def _copy(
-    q_desc, k_desc, v_desc, order_ptr, heads, group, q_head_stride, k_head_stride, v_head_stride,
+    q_desc, k_desc, v_desc, order_ptr, heads, group, grouped, q_head_stride, k_head_stride, v_head_stride,
     q, k, v, item, q_full, q_free, k_full, k_free, v_full, v_free, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The warp that takes blocks, says which, and copies what they need."""
     blocks = gl.load(order_ptr + 1)
     number = gl.program_id(0)
-    head, first_query, live, first_key, end, seen = _block(number, order_ptr, blocks, heads, group)
+    head, first_query, live, first_key, end, seen = _block(number, order_ptr, blocks, heads, group, grouped)
     tile = 0
     turn = 0
     while number < blocks * heads:
@@ -128,7 +131,7 @@ def _copy(
             tile += 1
             if j == gl.maximum(tiles - AHEAD, 0):  # late, so that whoever is free has it, and early enough to have it in time
                 number = gl.atomic_add(order_ptr, 1)
-                head, first_query, live, first_key, next_end, seen = _block(number, order_ptr, blocks, heads, group)
+                head, first_query, live, first_key, next_end, seen = _block(number, order_ptr, blocks, heads, group, grouped)
         turn += 1
         end = next_end
     # no block is left; the other warps score a first tile before they know
@@ -253,9 +256,9 @@ def _attend(
     warpgroup_mma_wait(0, deps=[s])
 
 
-@gluon.jit(do_not_specialize=["heads", "group", "lse_head_stride", "lse_token_stride"])
+@gluon.jit(do_not_specialize=["heads", "group", "grouped", "lse_head_stride", "lse_token_stride"])
 def _prefill_hopper(
-    q_desc, k_desc, v_desc, order_ptr, out_ptr, lse_ptr, softmax_scale, heads, group,
+    q_desc, k_desc, v_desc, order_ptr, out_ptr, lse_ptr, softmax_scale, heads, group, grouped,
     q_head_stride, k_head_stride, v_head_stride, out_token_stride, out_head_stride, lse_head_stride, lse_token_stride,
     CAUSAL: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -287,7 +290,7 @@ def _prefill_hopper(
                 q, k, v, item, q_full, q_free, k_full, k_free, v_full, v_free, CAUSAL, BN, STAGES,
             )),
             (_copy, (
-                q_desc, k_desc, v_desc, order_ptr, heads, group, q_head_stride, k_head_stride, v_head_stride,
+                q_desc, k_desc, v_desc, order_ptr, heads, group, grouped, q_head_stride, k_head_stride, v_head_stride,
                 q, k, v, item, q_full, q_free, k_full, k_free, v_full, v_free, BN, STAGES,
             )),
         ],
@@ -322,10 +325,11 @@ def mla_prefill_hopper(
     num_tokens, heads, _ = out.shape
     programs = target_of(q.device).processors
     order = order_blocks(cu_seqlens_q, cu_seqlens_k, programs, causal=causal, out=out, lse=lse)
+    group, last = min(cdiv(GROUP_TOKENS, num_tokens), heads), min(cdiv(LAST_TOKENS, num_tokens), heads)
     launch(
         _prefill_hopper, (programs,), q.device,
         _described(q, [64, 64]), _described(k, [BN, 64]), _described(v, [1, 1, BN, 128]), order, out, lse, softmax_scale,
-        heads, min(cdiv(GROUP_TOKENS, num_tokens), heads), q.stride(1), k.stride(1), v.stride(1), out.stride(0), out.stride(1),
+        heads, group, (heads - last) // group * group, q.stride(1), k.stride(1), v.stride(1), out.stride(0), out.stride(1),
         *((0, 0) if lse is None else lse.stride()),
         CAUSAL=causal, BN=BN, STAGES=STAGES, REGISTERS=REGISTERS, num_warps=4,
     )  # fmt: skip

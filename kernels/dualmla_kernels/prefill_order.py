@@ -51,7 +51,7 @@ def _order(
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, order_ptr, out_ptr, lse_ptr, num_reqs, num_tokens, taken,
     out_token_stride, out_head_stride, lse_head_stride, lse_token_stride,
     H: tl.constexpr, V: tl.constexpr, V_PADDED: tl.constexpr, CAUSAL: tl.constexpr,
-    BM: tl.constexpr, LEVEL: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr = 64,
+    BM: tl.constexpr, LEVEL: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr = 16,
 ):  # fmt: skip
     """Program r places the blocks of request r; all of them write the rows of padding."""
     request = tl.program_id(0)
