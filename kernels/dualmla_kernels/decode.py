@@ -33,7 +33,7 @@ from dualmla_kernels.numerics import LN2, LOG2E, cast, dot
 from dualmla_kernels.plan import PlanShape, SplitPlan, balanced_plan, fixed_plan
 from dualmla_kernels.target import Target, target_of
 
-SLACK = tl.constexpr(8.0)  # growth of a maximum, as a power of two, that a lazy rescale lets pass
+FAR = tl.constexpr(2.0**64)  # sum of weights, relative to a maximum, above which that maximum is no good
 
 
 @triton.jit
@@ -45,12 +45,12 @@ def _page_ids(pages, t, on, seq_len, PAGE: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def _attend_tile(
-    t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, c, limit, seq_len,
+def _scores(
+    t, ids, q, q_rope, kv_ptr, page_stride, limit, seq_len,
     D: tl.constexpr, R: tl.constexpr, R_PADDED: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    SLICES: tl.constexpr, MASKED: tl.constexpr, LAZY: tl.constexpr, EXACT: tl.constexpr,
+    SLICES: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Tile t into (m, l, acc). MASKED: some row does not see all of its keys."""
+    """Products [BM, BN] of the rows with the keys of tile t, and the keys' latent slices. MASKED: some row does not see all."""
     DS: tl.constexpr = D // SLICES
     dtype: tl.constexpr = q_rope.dtype
     on, od, orope = tl.arange(0, BN), tl.arange(0, DS), tl.arange(0, R_PADDED)
@@ -76,37 +76,108 @@ def _attend_tile(
     s = dot(q_rope, tl.trans(k_rope), s, EXACT)
     if MASKED:
         s = tl.where((t * BN + on)[None, :] < limit[:, None], s, float("-inf"))
-    top = tl.max(s, 1) * c
-    if LAZY:
-        m_new = tl.where(top > m + SLACK, top, m)
-        if tl.max((m_new > m).to(tl.int32), 0) > 0:
-            l, acc = _rescale(m, m_new, l, acc, SLICES, MASKED)
-    else:
-        m_new = tl.maximum(m, top)
-        l, acc = _rescale(m, m_new, l, acc, SLICES, MASKED)
-    p = tl.exp2(s * c - _finite(m_new, MASKED)[:, None])
-    l += tl.sum(p, 1)
-    p = cast(p, dtype, EXACT)
-    next_acc = ()
-    for i in tl.static_range(SLICES):
-        next_acc += (dot(p, k[i], acc[i], EXACT),)
-    return m_new, l, next_acc
+    return s, k
 
 
 @triton.jit
-def _rescale(m, m_new, l, acc, SLICES: tl.constexpr, MASKED: tl.constexpr):
-    """`l` and `acc`, relative to 2^m, relative to 2^m_new."""
-    a = tl.exp2(m - _finite(m_new, MASKED))
+def _add_values(p, k, acc, SLICES: tl.constexpr, EXACT: tl.constexpr):
+    """Values `k`, weighted by `p` [BM, BN], into the accumulator."""
+    p = cast(p, k[0].dtype, EXACT)
+    next_acc = ()
+    for i in tl.static_range(SLICES):
+        next_acc += (dot(p, k[i], acc[i], EXACT),)
+    return next_acc
+
+
+@triton.jit
+def _attend_tile(
+    t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, c, limit, seq_len,
+    D: tl.constexpr, R: tl.constexpr, R_PADDED: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    SLICES: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Tile t into (m, l, acc)."""
+    s, k = _scores(t, ids, q, q_rope, kv_ptr, page_stride, limit, seq_len,
+                   D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, MASKED, EXACT)  # fmt: skip
+    m_new = tl.maximum(m, tl.max(s, 1) * c)
+    shift = _finite(m_new, MASKED)
+    p, a = tl.exp2(s * c - shift[:, None]), tl.exp2(m - shift)
+    return m_new, l * a + tl.sum(p, 1), _add_values(p, k, _scaled(acc, a, SLICES), SLICES, EXACT)
+
+
+@triton.jit
+def _attend_piece(
+    first, end, least, q, q_rope, m, l, acc, pages, kv_ptr, page_stride, c, limit, seq_len,
+    D: tl.constexpr, R: tl.constexpr, R_PADDED: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    SLICES: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Tiles `first` to `end` of a piece into (m, l, acc), all with the maximum that the last ones have.
+
+    Softmax is as exact with any m that lets nothing overflow, and none of the numbers here, bf16 weights included, does
+    before 2^127. So no tile waits for a maximum over its lanes, and nothing but products touches the accumulator in the
+    loop. A score far above m shows in the row's sum. Last result: 1 where one is above FAR, and the others are worth nothing.
+
+    The last tiles come first. Every live row that sees a key sees key `least - 1` or, in a piece that ends earlier, all keys.
+    """
+    on = tl.arange(0, BN)
+    whole = tl.maximum(tl.minimum(end - 1, tl.maximum(least - 1, 0) // BN), first)
+    for t in tl.range(whole, end, num_stages=STAGES):
+        ids = _page_ids(pages, t, on, seq_len, PAGE, BN)
+        m, l, acc = _attend_tile(t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, c, limit, seq_len,
+                                 D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, True, EXACT)  # fmt: skip
+    sums = tl.zeros([BM, BN], tl.float32)
+    # page ids are read a tile early: a load that waits for another load can't be pipelined as deep
+    ids = _page_ids(pages, first, on, seq_len, PAGE, BN)
+    for t in tl.range(first, whole, num_stages=STAGES):
+        next_ids = _page_ids(pages, t + 1, on, seq_len, PAGE, BN)
+        s, k = _scores(t, ids, q, q_rope, kv_ptr, page_stride, limit, seq_len,
+                       D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, False, EXACT)  # fmt: skip
+        p = tl.exp2(s * c - m[:, None])
+        sums += p
+        acc = _add_values(p, k, acc, SLICES, EXACT)
+        ids = next_ids
+    l += tl.sum(sums, 1)
+    return m, l, acc, tl.max((l > FAR).to(tl.int32), 0)
+
+
+@triton.jit
+def _scaled(acc, a, SLICES: tl.constexpr):
+    """Each slice of the accumulator, its rows times `a` [BM]."""
     scaled = ()
     for i in tl.static_range(SLICES):
         scaled += (acc[i] * a[:, None],)
-    return l * a, scaled
+    return scaled
 
 
 @triton.jit
 def _finite(m, MASKED: tl.constexpr):
     """`m`, and 0 for a row that has seen no key yet: -inf - -inf would be NaN. Without a mask every row has seen one."""
     return tl.where(m == float("-inf"), 0.0, m) if MASKED else m
+
+
+@triton.jit
+def _write_piece(
+    m, l, acc, slot, row, token, head, rows, written, k_scale,
+    out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, out_token_stride, out_head_stride, lse_head_stride, lse_token_stride,
+    D: tl.constexpr, SLICES: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """The result of a piece, for the rows `written` [BM]: `token` and `head` of each in the batch, `row` of `rows` in a slot."""
+    od = tl.arange(0, D // SLICES)
+    seen = l != 0.0  # a NaN among the live numbers is seen
+    weight = k_scale / tl.where(seen, l, 1.0)
+    row_lse = tl.where(seen, m + tl.log2(tl.where(seen, l, 1.0)), float("-inf"))
+    if slot < 0:
+        out_row = out_ptr + token.to(tl.int64) * out_token_stride + head.to(tl.int64) * out_head_stride
+        for i in tl.static_range(SLICES):
+            result = cast(acc[i] * weight[:, None], out_ptr.dtype.element_ty, EXACT)
+            tl.store(out_row[:, None] + (i * (D // SLICES) + od)[None, :], result, mask=written[:, None])
+        if lse_ptr is not None:
+            tl.store(lse_ptr + head.to(tl.int64) * lse_head_stride + token * lse_token_stride, row_lse * LN2, mask=written)
+    else:
+        partial = slot.to(tl.int64) * rows + row
+        partial_row = partial_out_ptr + partial[:, None] * D
+        for i in tl.static_range(SLICES):
+            tl.store(partial_row + (i * (D // SLICES) + od)[None, :], acc[i] * weight[:, None], mask=written[:, None])
+        tl.store(partial_lse_ptr + partial, row_lse, mask=written)
 
 
 # what changes from batch to batch is no reason to compile again
@@ -166,35 +237,41 @@ def _decode(
         l = tl.zeros([BM], tl.float32)
         pages = block_table_ptr + request.to(tl.int64) * table_stride
 
-        # page ids are read a tile early: a load that waits for another load can't be pipelined as deep
-        ids = _page_ids(pages, first_tile, on, seq_len, PAGE, BN)
-        whole = tl.minimum(end_tile, tl.maximum(least, 0) // BN)
-        for t in tl.range(first_tile, whole, num_stages=STAGES):
-            next_ids = _page_ids(pages, t + 1, on, seq_len, PAGE, BN)
-            m, l, acc = _attend_tile(t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, c, limit, seq_len,
-                                     D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, False, LAZY, EXACT)  # fmt: skip
-            ids = next_ids
-        for t in tl.range(tl.maximum(first_tile, whole), end_tile, num_stages=STAGES):
-            ids = _page_ids(pages, t, on, seq_len, PAGE, BN)
-            m, l, acc = _attend_tile(t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, c, limit, seq_len,
-                                     D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, True, LAZY, EXACT)  # fmt: skip
-
-        seen = l != 0.0  # a NaN among the live numbers is seen
-        weight = k_scale / tl.where(seen, l, 1.0)
-        row_lse = tl.where(seen, m + tl.log2(tl.where(seen, l, 1.0)), float("-inf"))
-        if slot < 0:
-            out_row = out_ptr + (first_token + token).to(tl.int64) * out_token_stride + head.to(tl.int64) * out_head_stride
-            for i in tl.static_range(SLICES):
-                result = cast(acc[i] * weight[:, None], out_ptr.dtype.element_ty, EXACT)
-                tl.store(out_row[:, None] + (i * (D // SLICES) + od)[None, :], result, mask=live[:, None])
-            if lse_ptr is not None:
-                tl.store(lse_ptr + head.to(tl.int64) * lse_head_stride + (first_token + token) * lse_token_stride, row_lse * LN2, mask=live)
+        if LAZY:
+            m, l, acc, far = _attend_piece(first_tile, end_tile, least, q, q_rope, m, l, acc, pages, kv_ptr, page_stride, c, limit, seq_len,
+                                           D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, STAGES, EXACT)  # fmt: skip
+            _write_piece(m, l, acc, slot, row, first_token + token, head, groups * BM, live & (far == 0), k_scale,
+                         out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, out_token_stride, out_head_stride,
+                         lse_head_stride, lse_token_stride, D, SLICES, EXACT)  # fmt: skip
+            if far > 0:
+                m = tl.full([BM], float("-inf"), tl.float32)
+                l = tl.zeros([BM], tl.float32)
+                acc = ()
+                for i in tl.static_range(SLICES):
+                    acc += (tl.zeros([BM, D // SLICES], tl.float32),)
+                for t in tl.range(first_tile, end_tile, num_stages=STAGES):
+                    ids = _page_ids(pages, t, on, seq_len, PAGE, BN)
+                    m, l, acc = _attend_tile(t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, c, limit, seq_len,
+                                             D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, True, EXACT)  # fmt: skip
+                _write_piece(m, l, acc, slot, row, first_token + token, head, groups * BM, live, k_scale,
+                             out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, out_token_stride, out_head_stride,
+                             lse_head_stride, lse_token_stride, D, SLICES, EXACT)  # fmt: skip
         else:
-            partial = slot.to(tl.int64) * (groups * BM) + row
-            partial_row = partial_out_ptr + partial[:, None] * D
-            for i in tl.static_range(SLICES):
-                tl.store(partial_row + (i * (D // SLICES) + od)[None, :], acc[i] * weight[:, None], mask=live[:, None])
-            tl.store(partial_lse_ptr + partial, row_lse, mask=live)
+            # page ids are read a tile early: a load that waits for another load can't be pipelined as deep
+            ids = _page_ids(pages, first_tile, on, seq_len, PAGE, BN)
+            whole = tl.minimum(end_tile, tl.maximum(least, 0) // BN)
+            for t in tl.range(first_tile, whole, num_stages=STAGES):
+                next_ids = _page_ids(pages, t + 1, on, seq_len, PAGE, BN)
+                m, l, acc = _attend_tile(t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, c, limit, seq_len,
+                                         D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, False, EXACT)  # fmt: skip
+                ids = next_ids
+            for t in tl.range(tl.maximum(first_tile, whole), end_tile, num_stages=STAGES):
+                ids = _page_ids(pages, t, on, seq_len, PAGE, BN)
+                m, l, acc = _attend_tile(t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, c, limit, seq_len,
+                                         D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, True, EXACT)  # fmt: skip
+            _write_piece(m, l, acc, slot, row, first_token + token, head, groups * BM, live, k_scale,
+                         out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, out_token_stride, out_head_stride,
+                         lse_head_stride, lse_token_stride, D, SLICES, EXACT)  # fmt: skip
 
     # tokens that no request owns are padding: every row is written
     end_token = tl.load(qo_indptr_ptr + num_reqs)
