@@ -25,8 +25,12 @@ MULTIPLY = (decode._decode, prefill._prefill)
 MOVE_ROWS = (*MULTIPLY, decode._combine, merge_states._merge)
 """Kernels whose time goes with the bytes they read, which are to come 16 at a time."""
 
+ONLY_ON = {"decode_pairs": "sm_90"}
+"""Kernels that are written for one chip. Their matrix instruction is wgmma, and their bytes come by TMA."""
+
 KNOWN_FAULTS = {
     ("sm_90", "decode"): "64 rows, and conversions from float8, fill the registers of Hopper",
+    ("sm_90", "decode_pairs"): "addresses of operands are kept in memory and read again in the loop",
     ("gfx90a", "decode"): "float8 is converted in software",
     ("gfx942", "prefill"): "two loops over 128 rows",
 }
@@ -63,6 +67,8 @@ def registered(target: Target, *, quick: bool = False) -> Iterator[Registered]:
 
 
 def _matrix_instruction(launch: Launch, target: Target) -> str | None:
+    if launch.kernel.__name__.lstrip("_") in ONLY_ON:
+        return "wgmma"
     if launch.kernel not in MULTIPLY:
         return None
     if target.platform == "hip":
