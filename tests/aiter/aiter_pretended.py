@@ -1,4 +1,4 @@
-"""Loaded into a process: AITER of generation S6 runs on its CPU, by the stand-in, and dies in its own ways of several query tokens and of the LSE."""
+"""Loaded into a process: AITER of generation S6 runs on its CPU, by the stand-in. It dies of several query tokens and of the LSE."""
 
 from __future__ import annotations
 
