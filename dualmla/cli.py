@@ -71,9 +71,11 @@ def info(json: Annotated[bool, typer.Option("--json", help="For machines.")] = F
     except ValueError as error:
         _fail(str(error))
     packages, place, variables = versions(), device_name(device), environment()
+    usable = any(report.name == "aiter" and report.usable for report in reports)
+    certificate = _certificate(device) if usable else None
     if json:
-        backends = [vars(report) for report in reports]
-        _print_json({"versions": packages, "device": place, "environment": variables, "config": str(config), "backends": backends})
+        told = {"versions": packages, "device": place, "environment": variables, "config": str(config), "certificate": certificate}
+        _print_json({**told, "backends": [vars(report) for report in reports]})
         return
     console = _console()
     console.print("  ".join(f"[bold]{name}[/] {version or '[dim]not installed[/]'}" for name, version in packages.items()), highlight=False)
@@ -83,8 +85,8 @@ def info(json: Annotated[bool, typer.Option("--json", help="For machines.")] = F
     console.print("\nfor DeepSeek's layer with 16 heads in bfloat16 and page size 1:", highlight=False)
     for report in reports:
         _print_backend(console, report)
-        if report.name == "aiter" and report.usable:
-            _print_certificate(console, device)
+        if report.name == "aiter" and certificate is not None:
+            console.print(f"      {certificate}", style="dim", markup=False, highlight=False)
 
 
 Load = Annotated[
@@ -119,7 +121,8 @@ def check(
         typer.Option(parser=_seconds, metavar="SECONDS", help="60 or 60s: begin no case after that; random ones until then."),
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Processes that share the work; else one a core, and for each 25 cases, at most.")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Processes that share the work; else one a core and 25 cases."),
     ] = None,
     device: Device = None,
     load: Load = None,
@@ -160,7 +163,7 @@ def check(
         load=tuple(load or ()),
         seconds=time,
         save=save_failures,
-        jobs=jobs or default_jobs(total),
+        jobs=jobs or (default_jobs(total) if grid in (None, "quick") else 1),  # a problem of the others grows to gigabytes
     )
     console = _console()
     report = _run_check(console, problems, plan, total)
@@ -203,6 +206,7 @@ def certify(
     heads: Annotated[list[int] | None, typer.Option(min=1, metavar="H", help="Query heads on a rank; can be repeated. [16, 128]")] = None,
     max_query_len: Annotated[int, typer.Option(min=1, max=4, help="Most query tokens of a decode.")] = 1,
     return_lse: Annotated[bool, typer.Option("--return-lse", help="Decodes with the LSE too.")] = False,
+    float8_cache: Annotated[bool, typer.Option("--float8-cache", help="Decodes over a float8 cache too, of the GPU's flavour.")] = False,
     limit: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Of one case, AITER's import and builds included.")] = 600,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Else DUALMLA_CERTIFICATE, else a file in the user's cache.")] = None,
     device: Device = None,
@@ -220,15 +224,17 @@ def certify(
     from dualmla.differential.certify import groups, machine_of
     from dualmla.differential.files import check_destinations
     from dualmla.differential.report import print_certificate
-    from dualmla.validation import checked_device
+    from dualmla.validation import checked_device, device_float8
 
     console = _console()
     place = device or _default_device()
-    wanted = groups(heads or [16, 128], max_query_len=max_query_len, return_lse=return_lse)
     path = out or default_path()
     try:
         check_destinations(files={"--out": out})
-        machine = machine_of(checked_device(torch.device(place)))
+        where = checked_device(torch.device(place))
+        machine = machine_of(where)
+        caches = [torch.bfloat16, device_float8(where)] if float8_cache else [torch.bfloat16]
+        wanted = groups(heads or [16, 128], max_query_len=max_query_len, return_lse=return_lse, kv_cache_dtypes=caches)
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("certifying", total=len(wanted))
             found = run(wanted, machine, device=place, limit=limit, on_entry=lambda entry: progress.advance(task))
@@ -278,9 +284,11 @@ def bench(
     from dualmla.bench.report import print_bench
     from dualmla.bench.results import from_json, to_json
     from dualmla.bench.shapes import Asked
+    from dualmla.differential.files import check_destinations
 
     console = _console()
     try:
+        check_destinations(files={"--json": json, "--plot": plot})
         if plot is not None:
             check_plot(plot)
         if replot is not None:
@@ -331,10 +339,11 @@ def _run_bench(
     """What was asked, made sure of before anything is run, then `run_bench` behind a progress bar."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from dualmla.bench.choice import chosen, load_files
     from dualmla.bench.clock import Clock
+    from dualmla.bench.peers import load_peers
     from dualmla.bench.run import run_bench
     from dualmla.bench.shapes import asked_cases, bench_device
-    from dualmla.bench.subjects import chosen, load_files, load_peers
 
     place = bench_device(device)
     cases = asked_cases(asked, grid, place)
@@ -350,7 +359,7 @@ def _run_check(console: Console, problems: Iterable[Draw], plan: Plan, total: in
     """`run_check` behind a progress bar."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    from dualmla.differential.check import Row, run_check
+    from dualmla.differential.check import Row, fails, run_check
     from dualmla.differential.worker import WorkerFailed
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
@@ -360,7 +369,7 @@ def _run_check(console: Console, problems: Iterable[Draw], plan: Plan, total: in
 
         def on_row(row: Row) -> None:
             nonlocal wrong
-            wrong += any(verdict.status == "fail" for verdict in row)
+            wrong += fails(row)
             progress.update(task, advance=1, description=f"checking, [red]{wrong} wrong[/]" if wrong else "checking")
 
         try:
@@ -387,17 +396,15 @@ def _print_backend(console: Console, report: BackendReport) -> None:
         console.print(f"      {reason}", style="dim", markup=False, highlight=False)
 
 
-def _print_certificate(console: Console, device: torch.device) -> None:
-    """Which certificate auto goes by on a device that AITER runs on."""
+def _certificate(device: torch.device) -> str:
+    """Which certificate auto goes by on a device that AITER runs on, or why there is none."""
     from dualmla.backends.aiter.certificate import in_force
     from dualmla.differential.certify import machine_of
 
     found = in_force(machine_of(device))
     if isinstance(found, str):
-        told = found
-    else:
-        told = f"certificate of {found.date}: {sum(entry.passed for entry in found.entries)} of {len(found.entries)} shapes passed"
-    console.print(f"      {told}", style="dim", markup=False, highlight=False)
+        return found
+    return f"certificate of {found.date}: {sum(entry.passed for entry in found.entries)} of {len(found.entries)} shapes passed"
 
 
 def _print_json(value: object) -> None:

@@ -44,10 +44,9 @@ def warmup(
         ValueError: a number that is no int of at least 1.
         BackendUnavailable: a forced backend can't be used.
     """
-    for name, values in (("batch_sizes", batch_sizes), ("max_query_len", [max_query_len])):
-        for value in values:
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be ints of at least 1, got {value!r}")
+    for i, size in enumerate(batch_sizes):
+        check_count(f"batch_sizes[{i}]", size, least=1)
+    check_count("max_query_len", max_query_len, least=1)
     device = checked_device(device)
     chosen = select_backend(cfg, device, backend)
     impl = chosen.get_impl_cls()(

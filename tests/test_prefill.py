@@ -313,6 +313,7 @@ BAD = {
     "max_seqlen_q a float": ({"max_seqlen_q": lambda n: 8.0}, ValueError, r"max_seqlen_q must be an int of at least 0, got 8\.0"),
     "scale a string": ({"softmax_scale": lambda s: "0.1"}, TypeError, "softmax_scale must be a float, got str"),
     "scale 0": ({"softmax_scale": lambda s: 0.0}, ValueError, r"softmax_scale must be finite and positive, got 0\.0"),
+    "scale beyond fp32": ({"softmax_scale": lambda s: 1e39}, ValueError, "softmax_scale must be finite and positive in fp32"),
     "out of other shape": ({"out": lambda o: o[:5]}, ValueError, r"out must have shape \[13, 3, 128\], got \[5, 3, 128\]"),
     "out of other dtype": ({"out": lambda o: o.half()}, TypeError, "out must be float32, got float16"),
     "out expanded": ({"out": lambda o: o[:1].expand(13, -1, -1)}, ValueError, "out is written, but its elements share memory"),

@@ -84,6 +84,15 @@ def test_gates_of_the_prefill_on_hopper(compile_registered: Callable[..., Report
     assert report["facts"]["matrix"]["wgmma"]
 
 
+def test_pairs_of_tiles_on_hopper(compile_registered: Callable[..., Reports]) -> None:
+    """Products by wgmma, asynchronous; nothing but addresses is kept in memory, and all of shared memory is used."""
+    (report,) = compile_registered("sm_90", "decode_pairs", "decode, 128 heads")
+    facts = report["facts"]
+    assert not [fault for fault in report["faults"] if "registers are spilled" not in fault]
+    assert facts["matrix"]["wgmma"] == 2 * (32 + 4 + 8), "one warpgroup's products of a pair: latent scores, rope scores, values"
+    assert facts["scratch_bytes"] < 384
+
+
 @pytest.mark.parametrize("options", [{"STAGES": 2}, {"BM": 128}], ids=str)
 def test_a_bad_configuration_breaks_a_gate(options: dict[str, int], compile_registered: Callable[..., Reports]) -> None:
     """Two tiles at a time, or twice the rows, do not fit into the registers of gfx942."""

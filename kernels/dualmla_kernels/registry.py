@@ -27,6 +27,7 @@ MOVE_ROWS = (*MULTIPLY, decode._combine, merge_states._merge)
 
 KNOWN_FAULTS = {
     ("sm_90", "decode"): "64 rows, and conversions from float8, fill the registers of Hopper",
+    ("sm_90", "decode_pairs"): "addresses of operands are kept in memory and read again in the loop",
     ("gfx90a", "decode"): "float8 is converted in software",
     ("gfx942", "prefill"): "two loops over 128 rows",
 }
