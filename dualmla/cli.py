@@ -91,17 +91,27 @@ Load = Annotated[
 ]
 
 
+Emulate = Annotated[
+    str | None,
+    typer.Option(metavar="ARCH", help="gfx942 or gfx950: execute the machine code of aiter or triton (the default) on an emulated one."),
+]
+
+
 @app.command()
 def check(
     backend: Backend = None,
     against: Annotated[str, typer.Option(metavar="NAME", help="A second backend; float64 judges both.")] = "reference",
     grid: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="quick, aiter, flashmla or vllm; quick unless --cases or --time ask for random cases."),
+        typer.Option(
+            metavar="NAME",
+            help="quick, aiter, flashmla, vllm or emulated; quick, or with --emulate emulated, unless --cases or --time ask for random cases.",
+        ),
     ] = None,
     cases: Annotated[int | None, typer.Option(min=1, metavar="N", help="So many random cases.")] = None,
     seed: Annotated[int, typer.Option(metavar="S", help="Of the random cases.")] = 0,
     time: Annotated[float | None, typer.Option(min=0, metavar="SECONDS", help="Begin no case after that; random ones until then.")] = None,
+    emulate: Emulate = None,
     device: Device = None,
     load: Load = None,
     save_failures: Annotated[Path | None, typer.Option(metavar="DIR", help="Write a repro of each kind of failure there.")] = None,
@@ -117,29 +127,34 @@ def check(
 
     from dualmla.differential.check import Plan
     from dualmla.differential.files import to_html, to_json, to_junit
+    from dualmla.differential.emulated_grid import emulated_grid, for_chip
     from dualmla.differential.grids import GRIDS, random_problems
     from dualmla.differential.report import print_report
 
-    if grid is not None and grid not in GRIDS:
-        _fail(f"--grid must be one of {', '.join(GRIDS)}, got {grid!r}")
+    grids = {**GRIDS, "emulated": emulated_grid}
+    if grid is not None and grid not in grids:
+        _fail(f"--grid must be one of {', '.join(grids)}, got {grid!r}")
+    names = _emulated(emulate, [backend or "triton", against], device) if emulate else [backend, against]
+    usual = "emulated" if emulate else "quick"
     asked_random = cases is not None or (time is not None and grid is None)
-    draws = GRIDS[grid or "quick"]() if grid or not asked_random else []
-    title = f"grid {grid or 'quick'}" if draws else ""
+    draws = grids[grid or usual]() if grid or not asked_random else []
+    title = f"grid {grid or usual}" if draws else ""
     total: int | None = len(draws)
     if asked_random:
         total = None if cases is None else len(draws) + cases
         title = " and ".join(filter(None, (title, f"{'' if cases is None else f'{cases} '}random cases of seed {seed}")))
     problems = itertools.chain(draws, itertools.islice(random_problems(seed), cases)) if asked_random else draws
     plan = Plan(
-        backends=[backend] if against == "reference" else [backend, against],
-        device=device or _default_device(),
+        backends=names[:1] if against == "reference" else names,
+        device="cpu" if emulate else device or _default_device(),
         title=title,
         load=tuple(load or ()),
         seconds=time,
         save=save_failures,
+        limit=600.0 if emulate else 120.0,  # the emulator and each kernel are compiled when they are first needed
     )
     console = _console()
-    report = _run_check(console, problems, plan, total)
+    report = _run_check(console, for_chip(problems, emulate) if emulate else problems, plan, total)
     print_report(console, report)
     for path, convert in ((json, to_json), (junit, to_junit), (html, to_html)):
         if path is not None:
@@ -161,6 +176,7 @@ def replay(
     """Run a repro that `check --save-failures` or shadow mode wrote. Exit status as of check."""
     from dualmla.differential import repro
     from dualmla.differential.check import Plan
+    from dualmla.differential.emulated import is_emulated
     from dualmla.differential.report import print_report
 
     try:
@@ -171,7 +187,9 @@ def replay(
     console.print(f"{saved.problem.operation} {saved.problem.title}", style="bold", markup=False, highlight=False)
     for finding in saved.findings:
         console.print(f"{saved.backend} then, {finding['contract']}: {finding['sentence']}", style="dim", markup=False, highlight=False)
-    plan = Plan([backend or saved.backend], device or _default_device(), f"replay of {file}", tuple(load or ()), shrink_seconds=0)
+    name = backend or saved.backend
+    place = device or ("cpu" if is_emulated(name) else _default_device())
+    plan = Plan([name], place, f"replay of {file}", tuple(load or ()), shrink_seconds=0)
     report = _run_check(console, [lambda: saved.problem], plan, 1)
     print_report(console, report)
     raise typer.Exit(DISAGREE if report.failed else AGREE if report.ran else COULD_NOT_RUN)
@@ -245,17 +263,31 @@ def _run_check(console: Console, problems: Iterable[Draw], plan: Plan, total: in
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("checking", total=total)
-        wrong = 0
+        wrong = executed = 0
 
         def on_row(row: Row) -> None:
-            nonlocal wrong
+            nonlocal wrong, executed
             wrong += any(verdict.status == "fail" for verdict in row)
-            progress.update(task, advance=1, description=f"checking, [red]{wrong} wrong[/]" if wrong else "checking")
+            executed += sum(verdict.execution.instructions for verdict in row if verdict.execution)
+            told = f"checking{f', {executed / 1e6:.1f} M instructions' if executed else ''}{f', [red]{wrong} wrong[/]' if wrong else ''}"
+            progress.update(task, advance=1, description=told)
 
         try:
             return run_check(problems, plan, on_row)
         except (WorkerFailed, ImportError, OSError) as error:
             _fail(str(error))
+
+
+def _emulated(arch: str, backends: list[str], device: str | None) -> list[str | None]:
+    """What the backends are called on an emulated chip; the reference stays what it is."""
+    from dualmla.differential.emulated import emulated_name
+
+    if device not in (None, "cpu"):
+        _fail(f"--emulate works on tensors of the CPU: --device must be cpu, got {device!r}")
+    try:
+        return [name if name == "reference" else emulated_name(name, arch) for name in backends]
+    except ValueError as error:
+        _fail(str(error))
 
 
 def _default_device() -> str:

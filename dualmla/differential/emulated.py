@@ -54,9 +54,14 @@ def emulated_name(backend: str, arch: str) -> str:
     """
     if arch not in ARCHS:
         raise ValueError(f"{arch!r} is not emulated; emulated are {' and '.join(ARCHS)}")
-    if backend not in (EmulatedAiter.kernels_of, EmulatedTriton.kernels_of):
-        raise ValueError(f"backend {backend!r} has no machine code for {arch}; those that have it are aiter and triton")
+    if backend not in ("aiter", "triton"):
+        raise ValueError(f"backend {backend!r} has no machine code for {arch}; aiter and triton have")
     return f"{backend}-{arch}"
+
+
+def is_emulated(backend: str) -> bool:
+    """Whether this is the name of a backend on an emulated chip."""
+    return any(backend in _names(arch) for arch in ARCHS)
 
 
 def know(backend: str | None) -> None:
@@ -72,14 +77,13 @@ _registered: set[str] = set()
 
 
 def _names(arch: str) -> dict[str, type[_Emulated]]:
-    return {emulated_name(base.kernels_of, arch): base for base in (EmulatedAiter, EmulatedTriton)}
+    return {emulated_name("aiter", arch): EmulatedAiter, emulated_name("triton", arch): EmulatedTriton}
 
 
 class _Emulated(MLABackend):
     """What both share: our launchers, asked on the chip, and what no emulated chip takes."""
 
     arch: ClassVar[str]
-    kernels_of: ClassVar[str]
 
     @classmethod
     def get_impl_cls(cls) -> type[MLAImpl]:
@@ -194,8 +198,6 @@ class _Emulated(MLABackend):
 class EmulatedTriton(_Emulated, TritonMLABackend):
     """Our own kernels as Triton compiles them for the chip."""
 
-    kernels_of = "triton"
-
     @classmethod
     def mla_decode(
         cls,
@@ -244,7 +246,6 @@ class EmulatedTriton(_Emulated, TritonMLABackend):
 class EmulatedAiter(_Emulated, AiterMLABackend):
     """The installed release of AITER behind our adapter."""
 
-    kernels_of = "aiter"
     may_raise = False
     compute_units: ClassVar[int | None] = None
     """Of the chip that splits are planned for; None: all it has."""
