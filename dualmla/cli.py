@@ -236,6 +236,52 @@ def certify(
 
 
 @app.command()
+def profile(
+    emulate: Annotated[str, typer.Option(metavar="ARCH", help="The chip: gfx942 or gfx950.")],
+    backend: Annotated[list[str] | None, typer.Option(metavar="NAME", help="aiter or triton; both, side by side, when not given.")] = None,
+    heads: Annotated[list[int] | None, typer.Option(min=1, metavar="H", help="Query heads; can be repeated. [16]")] = None,
+    kv: Annotated[list[int] | None, typer.Option(min=1, metavar="N", help="Keys of the request; can be repeated. [1024, 4096]")] = None,
+    page_size: Annotated[int, typer.Option(min=1, metavar="N", help="Of the cache; AITER is told of pages of one token.")] = 1,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all counts there.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="A picture of them: .png, .svg or .pdf.")] = None,
+) -> None:
+    """Executed wave-instructions of a decode on an emulated chip, by kind and kernel, AITER beside ours.
+
+    Two lengths tell what each further key costs. Exit status: 0 done, 1 a result was wrong, 2 could not run.
+    """
+    from rich.progress import Progress
+
+    from dualmla.backends.base import BackendUnavailable
+    from dualmla.differential.profile import print_profiles, profiles, to_json
+    from dualmla.differential.profile_plot import check_plot, save_plot
+
+    names, counts, lengths = backend or ["aiter", "triton"], heads or [16], kv or [1024, 4096]
+    _emulated(emulate, names, None)
+    console = _console()
+    done = []
+    try:
+        if plot is not None:
+            check_plot(plot)
+        with Progress(console=console, transient=True) as progress:
+            task = progress.add_task("executing", total=len(names) * len(counts) * len(lengths))
+            for measured in profiles(emulate, names, counts, lengths, page_size):
+                done.append(measured)
+                progress.update(task, advance=1)
+        print_profiles(console, done)
+        if json is not None:
+            json.write_text(to_json(done))
+        if plot is not None:
+            save_plot(plot, done)
+    except (BackendUnavailable, ImportError, OSError, ValueError) as error:
+        _fail(str(error))
+    except RuntimeError as error:
+        _fail(str(error), DISAGREE)
+    for path in (json, plot):
+        if path is not None:
+            console.print(f"wrote {path}", style="dim", highlight=False)
+
+
+@app.command()
 def demo(
     backend: Backend = None,
     device: Device = None,
@@ -327,6 +373,6 @@ def _print_json(value: object) -> None:
     print(json.dumps(value, indent=1))
 
 
-def _fail(message: str) -> NoReturn:
+def _fail(message: str, status: int = COULD_NOT_RUN) -> NoReturn:
     Console(stderr=True).print(message, style="bold red", markup=False, highlight=False)
-    raise typer.Exit(COULD_NOT_RUN)
+    raise typer.Exit(status)

@@ -91,7 +91,7 @@ class _Emulated(MLABackend):
 
     @classmethod
     def not_supported_reasons(cls, cfg: MLAConfig | None, device: torch.device) -> list[str]:
-        reasons = list(_missing_packages())
+        reasons = list(_obstacles())
         if device.type != "cpu":
             reasons.append(f"the tensors are on {device.type}; an emulated chip works on tensors of the CPU")
         return reasons if cfg is None else reasons + cls._float8_refusals(cfg.cache_dtype)
@@ -337,18 +337,21 @@ def _impl_of(backend: type[_Emulated]) -> type[MLAImpl]:
 
 
 @functools.cache
-def _missing_packages() -> tuple[str, ...]:
-    """What an emulated chip needs and is not installed, a sentence each."""
+def _obstacles() -> tuple[str, ...]:
+    """Why no machine code can be compiled and run in this process, a sentence each."""
     needs = {"tinygrad": "emulator", "numba": "emulator", "numpy": "emulator", "triton": "cpu"}
     missing: dict[str, list[str]] = {}
     for package, extra in needs.items():
         if importlib.util.find_spec(package) is None:
             missing.setdefault(extra, []).append(package)
-    return tuple(
+    obstacles = [
         f"{' and '.join(packages)} {'is' if len(packages) == 1 else 'are'} not installed, which running machine code needs; "
         f"install `dualmla[{extra}]`"
         for extra, packages in missing.items()
-    )
+    ]
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("0", ""):
+        obstacles.append("TRITON_INTERPRET is set, and Triton can't compile in such a process: unset it")
+    return tuple(obstacles)
 
 
 @functools.cache

@@ -1,9 +1,9 @@
 """The release of AITER on PyPI, its own Python included, on a machine without its GPU.
 
 AITER's Python checks arguments, plans splits, calls the first stage, which is assembly behind a C++ launcher, and launches a
-second one, which is Triton. With stand-ins for the ROCm tools it asks and for the two extensions it would build, it imports
+second one, which is Triton. With stand-ins for the ROCm tools it asks and for the extensions it would build, it imports
 anywhere; here the first stage is the release's own code object, launched as its launcher does, and the second is compiled
-by Triton, both for the emulated chip. Importing `aiter` is left to the caller.
+by Triton, both for the emulated chip. So is prefill where it is a code object (gfx950). Importing `aiter` is left to the caller.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from dualmla_kernels.target import CHIPS, Launch
 from numpy.typing import NDArray
 
-from dualmla.emulator.aiter_kernels import decode
+from dualmla.emulator.aiter_kernels import decode, varlen_prefill
 from dualmla.emulator.aiter_objects import KERNELS, find_code_objects, load_kernel
 from dualmla.emulator.launch import Device, Mode, Report
 from dualmla.emulator.tensors import Tensors, run_triton
@@ -49,6 +49,15 @@ from dualmla.emulator.aiter_release import first_stage
 
 def mla_decode_stage1_asm_fwd(*args, **kwargs):
     first_stage(*args, **kwargs)
+'''
+
+PREFILL = '''
+"""In place of the extension with the launcher of the prefill. AITER checks no arguments where the docstring begins as this does."""
+from dualmla.emulator.aiter_release import varlen_forward
+
+def fmha_v3_varlen_fwd(*args, **kwargs):
+    """Members:"""
+    return varlen_forward(*args, **kwargs)
 '''
 
 SIGNATURE = """
@@ -82,6 +91,7 @@ def lay_out(folder: Path, arch: str, first_stage: str = EMULATED) -> dict[str, s
         (tools / name).chmod(0o755)
     (modules / "module_aiter_enum.py").write_text(ENUM)
     (modules / "module_mla_asm.py").write_text(first_stage + SIGNATURE)
+    (modules / "module_fmha_v3_varlen_fwd.py").write_text(PREFILL)
     path = os.pathsep.join([str(tools), os.environ.get("PATH", os.defpath)])
     return {"AITER_JIT_DIR": str(modules), "GPU_ARCHS": arch, "CU_NUM": str(CHIPS[arch].processors), "PATH": path}
 
@@ -161,6 +171,46 @@ def first_stage(
     else:
         splitData.copy_(torch.from_numpy(got.partial_out))
     splitLse[..., 0] = torch.from_numpy(got.partial_lse)
+
+
+def varlen_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    min_seqlen_q: int,
+    dropout_p: float,
+    softmax_scale: float,
+    logits_soft_cap: float,
+    zero_tensors: bool,
+    is_causal: bool,
+    *options: Any,
+) -> list[torch.Tensor]:
+    """`fmha_v3_varlen_fwd` for heads of 192 and 128 numbers: AITER's code object, on dense copies of q, k and v.
+
+    Returns:
+        out [T, H, 128], lse fp32 [H, T], and two empty tensors for what dropout would give.
+    """
+    run, heads = _run(), q.shape[1]
+    tiles = -(-max_seqlen_q // 128)
+    got = varlen_prefill(
+        Device(run.arch),
+        load_kernel(find_code_objects(), run.arch, f"fwd_hd192_hd128_bf16{'_causal' if is_causal else ''}_group"),
+        q=_bits(q),
+        k=_bits(k),
+        v=_bits(v),
+        cu_seqlens_q=cu_seqlens_q.tolist(),
+        cu_seqlens_k=cu_seqlens_k.tolist(),
+        softmax_scale=softmax_scale,
+        causal=is_causal,
+        grid=(heads, cu_seqlens_q.shape[0] - 1, -(-tiles // 2) if is_causal else tiles),
+        mode=run.mode,
+    )
+    run.reports.append(got.report)
+    return [torch.from_numpy(got.out).bfloat16(), torch.from_numpy(got.lse), torch.empty(0), torch.empty(2, dtype=torch.int64)]
 
 
 def _bits(x: torch.Tensor) -> NDArray[np.uint16]:

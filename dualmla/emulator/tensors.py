@@ -8,6 +8,7 @@ compiled by the Triton that is installed, which needs no GPU; nothing is interpr
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,22 +41,25 @@ class Tensors:
     _placed: dict[int, _Placed] = field(default_factory=dict)
     _twins: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def place(self, tensor: torch.Tensor, *, written: bool = True) -> torch.Tensor:
+    def place(self, tensor: torch.Tensor, *, written: bool = True, rows: int | None = None) -> torch.Tensor:
         """The twin on "meta" of a tensor of the CPU, whose storage is copied to the device.
 
         Arguments:
             written: False leaves the memory unwritten there: the kernels are to write it and must not read it.
+            rows: what launchers are told of the first dimension of a dense tensor, of which no more than `tensor` is touched;
+                None: its own. Kernels are compiled for the size that they are told.
         """
-        storage = tensor.untyped_storage()
+        storage, shape = tensor.untyped_storage(), (tensor.shape[0] if rows is None else rows, *tensor.shape[1:])
         base = self._twins.get(storage.data_ptr())
         if base is None:
-            base = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta")
+            nbytes = storage.nbytes() if rows is None else math.prod(shape) * tensor.element_size()
+            base = torch.empty(nbytes, dtype=torch.uint8, device="meta")
             host = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload]
             memory = self.device.memory
             address = memory.put(host.numpy()) if written else memory.allocate(storage.nbytes())
             self._placed[_key(base)] = _Placed(address, base, host)
             self._twins[storage.data_ptr()] = base
-        return base.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        return base.view(tensor.dtype).as_strided(shape, tensor.stride(), tensor.storage_offset())
 
     def address(self, twin: torch.Tensor) -> int:
         """Where a tensor on "meta" lies on the device."""
@@ -103,21 +107,23 @@ def run_triton(tensors: Tensors, launch: Launch, mode: Mode | None = None) -> Re
 
 
 def run_launcher(
-    arch: str, mode: Mode, launcher: Callable[..., None], *args: Any, written: Collection[str] = (), **kwargs: Any
+    arch: str, mode: Mode, launcher: Callable[..., None], *args: Any, written: Collection[str] = (), rows: Mapping[str, int] | None = None, **kwargs: Any
 ) -> list[Report]:
     """What a launcher of our kernels does with tensors of the CPU, done on an emulated `arch`.
 
     Arguments:
         launcher: takes tensors of any device.
         written: names of the keyword arguments that the kernels write and must not read.
+        rows: of keyword arguments by name, as of `Tensors.place`.
 
     Raises:
         NotEmulatedError: as `run_triton`; nothing was changed.
     """
     tensors = Tensors(Device(arch))
+    rows = rows or {}
 
     def twin(value: Any, name: str = "") -> Any:
-        return tensors.place(value, written=name not in written) if isinstance(value, torch.Tensor) else value
+        return tensors.place(value, written=name not in written, rows=rows.get(name)) if isinstance(value, torch.Tensor) else value
 
     twins = [twin(value) for value in args]  # first: what is also read has been written
     named = {name: twin(value, name) for name, value in sorted(kwargs.items(), key=lambda item: item[0] in written)}
@@ -137,7 +143,11 @@ def _load(binary: bytes, name: str) -> CodeObject:
 
 def check_emulated(code: CodeObject, lds_bytes: int) -> None:
     """Raise NotEmulatedError, with every reason, for code that the emulator can't run."""
-    reasons = [f"it contains {what}" for what in dict.fromkeys(translate(code).unsupported.values())]
+    places: dict[str, list[str]] = {}
+    for told in translate(code).unsupported.values():
+        address, what = told.split(": ", 1)
+        places.setdefault(what, []).append(address)
+    reasons = [f"{what}, first at {at[0]}, in {len(at)} places" for what, at in places.items()]
     if code.descriptor.scratch_bytes:
         reasons.append(f"it spills {code.descriptor.scratch_bytes} bytes of a lane to scratch memory")
     if lds_bytes > SHARED_BYTES[code.arch]:
