@@ -9,7 +9,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from dualmla.differential.check import Failure, Report
-from dualmla.differential.report import share, summary, used
+from dualmla.differential.report import executed, notes, share, summary, used
 from dualmla.differential.verdict import Verdict
 
 MISSING = "jinja2 is not installed, which the HTML page needs; install `dualmla[check]`"
@@ -68,7 +68,7 @@ def to_html(report: Report) -> str:
     )
     rows = sorted(report.rows, key=lambda row: (row not in report.failed, -used(row)))
     return environment.get_template("report.html").render(
-        report=report, rows=rows, summary=summary(report), dots=_dots(report), share=share
+        report=report, rows=rows, summary=summary(report), dots=_dots(report), share=share, known=notes(report), executed=executed(report)
     )
 
 
@@ -88,7 +88,8 @@ def _dots(report: Report) -> list[dict[str, Any]]:
 
 def _verdict(verdict: Verdict) -> dict[str, Any]:
     findings = [{**asdict(finding), "contract": finding.contract} for finding in verdict.findings]
-    return {**asdict(verdict), "findings": findings, "status": verdict.status}
+    execution = verdict.execution and {**asdict(verdict.execution), "instructions": verdict.execution.instructions}
+    return {**asdict(verdict), "findings": findings, "status": verdict.status, "execution": execution}
 
 
 def _failure(failure: Failure) -> dict[str, Any]:

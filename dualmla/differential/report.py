@@ -20,13 +20,13 @@ def print_report(console: Console, report: Report) -> None:
     """The failing rows, the passing ones nearest to their budget, each kind of failure, and one line of verdict."""
     passing = sorted((row for row in report.rows if row not in report.failed), key=used, reverse=True)
     table = Table(title=f"{', '.join(report.backends)} against float64, on {report.device}", title_justify="left", box=box.SIMPLE)
-    executed = ("instructions",) if any(verdict.execution for row in report.rows for verdict in row) else ()
+    instructions = ("instructions",) if executed(report) else ()
     # a long case is cut short here: its whole name is with its finding, and in the files
-    others = 91 + max(map(len, report.backends)) + 15 * len(executed)
+    others = 91 + max(map(len, report.backends)) + 15 * len(instructions)
     table.add_column("case", no_wrap=True, max_width=max(console.width - others, 24))
     for name in ("backend", "verdict"):
         table.add_column(name, no_wrap=True)
-    for name in ("max error", "allowed", "used", "cosine diff.", "LSE error", "used", "seconds", *executed):
+    for name in ("max error", "allowed", "used", "cosine diff.", "LSE error", "used", "seconds", *instructions):
         table.add_column(name, justify="right", no_wrap=True)
     for row in [*report.failed[:SHOWN], *passing[:SHOWN]]:
         for verdict in row:
@@ -65,10 +65,14 @@ def summary(report: Report) -> str:
     count = {status: sum(verdict.status == status for row in report.rows for verdict in row) for status in ("pass", "fail", "refused")}
     calls = " and ".join(report.backends)
     told = f"{calls}: {count['pass']} passed, {count['fail']} failed, {count['refused']} refused; {report.seconds:.0f} s"
-    executed = sum(verdict.execution.instructions for row in report.rows for verdict in row if verdict.execution)
-    if executed:
-        told += f"; {executed:,} wave-instructions executed"
+    if instructions := executed(report):
+        told += f"; {instructions:,} wave-instructions executed"
     return f"{told}; {report.ended}" if report.ended else told
+
+
+def executed(report: Report) -> int:
+    """Wave-instructions that emulated devices executed for the first run of each case; 0 where there were none."""
+    return sum(verdict.execution.instructions for row in report.rows for verdict in row if verdict.execution)
 
 
 def notes(report: Report) -> list[str]:
