@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,6 +35,9 @@ class MetadataBuffers:
         num_tokens: new tokens that slots are there for; `reserve_tokens` makes room for more.
         prefills: the batch may hold prefills, whose page ids are packed once more for their own view.
         own_table: the block table is copied: `table` int32 [max_num_reqs, max_num_pages].
+
+    Attributes:
+        on_replay: called with the batch size after each replay of a graph that reads these buffers; what shadow mode hangs on.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class MetadataBuffers:
     ) -> None:
         self.device = device
         self.page_size = page_size
+        self.on_replay: list[Callable[[int], None]] = []
         self._fields = torch.zeros(7, max_num_reqs + 1, dtype=torch.int32, device=device)
         self._rows = self._fields.unbind()
         self._slots = torch.full((num_tokens,), -1, dtype=torch.int64, device=device)

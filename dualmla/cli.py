@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import torch
 
     from dualmla.backends.base import BackendReport
+    from dualmla.bench.results import Report as BenchReport
+    from dualmla.bench.shapes import Asked
     from dualmla.differential.check import Plan, Report
     from dualmla.differential.grids import Draw
 
@@ -97,6 +99,17 @@ Emulate = Annotated[
 ]
 
 
+def _seconds(text: str) -> float:
+    """`60` or `60s`."""
+    try:
+        seconds = float(text.removesuffix("s"))
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:
+        raise typer.BadParameter(f"it must be a number of seconds, such as 60 or 60s, got {text!r}")
+    return seconds
+
+
 @app.command()
 def check(
     backend: Backend = None,
@@ -105,12 +118,18 @@ def check(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="quick, aiter, flashmla, vllm or emulated; quick, or with --emulate emulated, unless --cases or --time ask for random cases.",
+            help="quick, aiter, flashmla, vllm, peers or emulated; quick, or with --emulate emulated, unless --cases or --time ask for random cases.",
         ),
     ] = None,
     cases: Annotated[int | None, typer.Option(min=1, metavar="N", help="So many random cases.")] = None,
     seed: Annotated[int, typer.Option(metavar="S", help="Of the random cases.")] = 0,
-    time: Annotated[float | None, typer.Option(min=0, metavar="SECONDS", help="Begin no case after that; random ones until then.")] = None,
+    time: Annotated[
+        float | None,
+        typer.Option(parser=_seconds, metavar="SECONDS", help="60 or 60s: begin no case after that; random ones until then."),
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Processes that share the work; else one a core, and for each 25 cases, at most.")
+    ] = None,
     emulate: Emulate = None,
     device: Device = None,
     load: Load = None,
@@ -125,8 +144,8 @@ def check(
     """
     import itertools
 
-    from dualmla.differential.check import Plan
-    from dualmla.differential.files import to_html, to_json, to_junit
+    from dualmla.differential.check import Plan, default_jobs
+    from dualmla.differential.files import check_destinations, to_html, to_json, to_junit
     from dualmla.differential.emulated_grid import emulated_grid, for_chip
     from dualmla.differential.grids import GRIDS, random_problems
     from dualmla.differential.report import print_report
@@ -137,6 +156,10 @@ def check(
     names = _emulated(emulate, [backend or "triton", against], device) if emulate else [backend, against]
     usual = "emulated" if emulate else "quick"
     asked_random = cases is not None or (time is not None and grid is None)
+    try:
+        check_destinations(files={"--json": json, "--junit": junit, "--html": html}, repros=save_failures)
+    except (ImportError, OSError) as error:
+        _fail(str(error))
     draws = grids[grid or usual]() if grid or not asked_random else []
     title = f"grid {grid or usual}" if draws else ""
     total: int | None = len(draws)
@@ -152,16 +175,14 @@ def check(
         seconds=time,
         save=save_failures,
         limit=600.0 if emulate else 120.0,  # the emulator and each kernel are compiled when they are first needed
+        jobs=jobs or default_jobs(total),
     )
     console = _console()
     report = _run_check(console, for_chip(problems, emulate) if emulate else problems, plan, total)
     print_report(console, report)
     for path, convert in ((json, to_json), (junit, to_junit), (html, to_html)):
         if path is not None:
-            try:
-                path.write_text(convert(report))
-            except (ImportError, OSError) as error:
-                _fail(str(error))
+            path.write_text(convert(report))
             console.print(f"wrote {path}", style="dim", highlight=False)
     raise typer.Exit(DISAGREE if report.failed else AGREE if report.ran else COULD_NOT_RUN)
 
@@ -215,6 +236,7 @@ def certify(
     from dualmla.backends.base import BackendUnavailable
     from dualmla.differential.certify import certify as run
     from dualmla.differential.certify import groups, machine_of
+    from dualmla.differential.files import check_destinations
     from dualmla.differential.report import print_certificate
     from dualmla.validation import checked_device
 
@@ -223,6 +245,7 @@ def certify(
     wanted = groups(heads or [16, 128], max_query_len=max_query_len, return_lse=return_lse)
     path = out or default_path()
     try:
+        check_destinations(files={"--out": out})
         machine = machine_of(checked_device(torch.device(place)))
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("certifying", total=len(wanted))
@@ -282,6 +305,66 @@ def profile(
 
 
 @app.command()
+def bench(
+    op: Annotated[str, typer.Option(metavar="decode|prefill", help="What is timed; with --grid, the part of it.")] = "",
+    batch: Annotated[list[int] | None, typer.Option(metavar="N", help="Requests. [1, 16, 64, 128; a prefill 1, 8]")] = None,
+    kv: Annotated[list[str] | None, typer.Option(metavar="N|A..B", help="Keys of a request, or as many as A to B of them. [4096]")] = None,
+    heads: Annotated[list[int] | None, typer.Option(metavar="H", help="Query heads; with --grid, the part of it. [16]")] = None,
+    page_size: Annotated[list[int] | None, typer.Option(metavar="P", help="Tokens a page. [64]")] = None,
+    query_len: Annotated[
+        list[str] | None, typer.Option(metavar="N|A..B", help="New tokens of a request. [1; a prefill as --kv, else 2048]")
+    ] = None,
+    dtype: Annotated[str, typer.Option(metavar="bf16|fp16|fp32", help="Of everything but the cache. [bf16]")] = "",
+    kv_dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Of the cache: fp8, e4m3fn, e4m3fnuz; else as --dtype.")] = "",
+    grid: Annotated[str | None, typer.Option(metavar="NAME", help="Instead of shapes of yours: peers, fp8, heads or pages.")] = None,
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A backend or a peer; else all that are usable. The reference only by name on a GPU."),
+    ] = None,
+    peers: Annotated[
+        Path | None, typer.Option(metavar="DIR", exists=True, file_okay=False, help="Kernels of others: files with make or make_prefill.")
+    ] = None,
+    load: Load = None,
+    rounds: Annotated[int, typer.Option(min=2, metavar="N", help="Repetitions of each call, taking turns.")] = 100,
+    device: Device = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the run there.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the roofline there: .png, .svg or .pdf.")] = None,
+    replot: Annotated[
+        Path | None, typer.Option(metavar="FILE", exists=True, dir_okay=False, help="Run nothing: show what --json wrote before.")
+    ] = None,
+) -> None:
+    """How fast each backend is on your shapes, beside one another and beside what this machine can do.
+
+    Each result is held against float64 first, and a wrong one is not timed. Options in lists are repeated, and all combinations are run.
+    Exit status: 0 all were right, 1 one was not, 2 could not run.
+    """
+    from dualmla.bench.plot import check_plot, draw_plot
+    from dualmla.bench.report import print_bench
+    from dualmla.bench.results import from_json, to_json
+    from dualmla.bench.shapes import Asked
+
+    console = _console()
+    try:
+        if plot is not None:
+            check_plot(plot)
+        if replot is not None:
+            report = from_json(replot.read_text())
+        else:
+            asked = Asked(op, batch or (), kv or (), query_len or (), heads or (), page_size or (), dtype, kv_dtype)
+            report = _run_bench(console, asked, grid, backend, peers, load, rounds, device or _default_device())
+        print_bench(console, report)
+        if json is not None:
+            json.write_text(to_json(report))
+            console.print(f"wrote {json}", style="dim", highlight=False)
+        if plot is not None:
+            draw_plot(report, plot)
+            console.print(f"wrote {plot}", style="dim", highlight=False)
+    except (ImportError, OSError, ValueError, RuntimeError) as error:
+        _fail(str(error))
+    raise typer.Exit(DISAGREE if report.wrong else AGREE if report.ran and not report.ended else COULD_NOT_RUN)
+
+
+@app.command()
 def demo(
     backend: Backend = None,
     device: Device = None,
@@ -297,6 +380,34 @@ def demo(
     except (ImportError, ValueError, dualmla.BackendUnavailable) as error:
         _fail(str(error))
     raise typer.Exit(AGREE if agrees else DISAGREE)
+
+
+def _run_bench(
+    console: Console,
+    asked: Asked,
+    grid: str | None,
+    backends: list[str] | None,
+    peers: Path | None,
+    load: list[Path] | None,
+    rounds: int,
+    device: str,
+) -> BenchReport:
+    """What was asked, made sure of before anything is run, then `run_bench` behind a progress bar."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from dualmla.bench.clock import Clock
+    from dualmla.bench.run import run_bench
+    from dualmla.bench.shapes import asked_cases, bench_device
+    from dualmla.bench.subjects import chosen, load_files, load_peers
+
+    place = bench_device(device)
+    cases = asked_cases(asked, grid, place)
+    load_files(load or ())
+    subjects, absent = chosen(backends, load_peers(peers) if peers else [], cases[0].case, place)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("timing", total=len(cases))
+        return run_bench(cases, subjects, Clock(place, rounds=rounds), absent=absent, on_case=lambda rows: progress.advance(task))
 
 
 def _run_check(console: Console, problems: Iterable[Draw], plan: Plan, total: int | None) -> Report:

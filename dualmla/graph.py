@@ -177,6 +177,14 @@ class MLAGraphState:
             raise ValueError("meta is of this graph state itself, it must be of the live batch")
         self._write(meta.block_table, meta.seq_lens, meta.query_lens, captured)
 
+    def replayed(self, batch_size: int) -> None:
+        """A graph captured with the metadata of `batch_size` requests has been replayed on the current stream, just now.
+
+        `DecodeGraphs` says so itself; an engine that replays graphs of its own does after each, for shadow mode to sample them.
+        """
+        for told in self._buffers.on_replay:
+            told(batch_size)
+
     def _captured_with(self, buffers: dict[str, torch.Tensor]) -> MLAMetadata:
         """The captured metadata whose buffers these are: a graph reads those and no others."""
         batch_size = buffers["seq_lens"].shape[0] if "seq_lens" in buffers else 0
@@ -247,7 +255,7 @@ class DecodeGraphs(Generic[T]):
             raise ValueError(f"meta has {meta.num_reqs} requests, the largest captured batch has {self._sizes[-1]}")
         self._state.prepare_graph_input_buffers(self._buffers[size], meta)
         self._last = size
-        return self._run[size]()
+        return self._replay(size)
 
     def replay_again(self) -> T:
         """The batch of the last replay as it lies: for a step that moves it on itself, with `advance_step`.
@@ -257,7 +265,12 @@ class DecodeGraphs(Generic[T]):
         """
         if self._last is None:
             raise RuntimeError("replay_again needs a batch that replay has prepared")
-        return self._run[self._last]()
+        return self._replay(self._last)
+
+    def _replay(self, size: int) -> T:
+        result = self._run[size]()
+        self._state.replayed(size)
+        return result
 
     def _capture(self, step: Callable[[MLAMetadata], T], meta: MLAMetadata) -> Callable[[], T]:
         device = self._state.device

@@ -100,22 +100,17 @@ def select_backend(cfg: MLAConfig, device: torch.device | str | None = None, bac
         ValueError: an unknown name, or `DUALMLA_SHADOW` is no share.
     """
     device = _device(device)
-    chosen = chained(_candidates(cfg, device, _requested(backend), _flags_off()))
-    if not os.environ.get("DUALMLA_SHADOW"):
-        return chosen
-    # Shadow mode stands above this module, on the judge and the repro files; nothing of it is imported until it is asked for.
-    watched: type[MLABackend] = importlib.import_module("dualmla.differential.environment").from_environment(chosen, device)
-    return watched
+    return _watched(chained(_candidates(cfg, device, _requested(backend), _flags_off())), device)
 
 
 def backend_for_decode(call: DecodeCall, backend: str | None) -> type[MLABackend]:
-    """The backend of one `mla_decode`: under auto it hands the call on where it does not take it.
+    """The backend of one `mla_decode`: under auto it hands the call on where it does not take it; watched as `select_backend`'s.
 
     Raises:
         BackendUnavailable: the forced backend refuses, or none is usable on the device.
-        ValueError: an unknown name.
+        ValueError: an unknown name, or `DUALMLA_SHADOW` is no share.
     """
-    return _willing(call.device, backend, lambda candidate: candidate.decode_refusals(call))
+    return _watched(_willing(call.device, backend, lambda candidate: candidate.decode_refusals(call)), call.device)
 
 
 def backend_for_prefill(call: PrefillCall, backend: str | None) -> type[MLABackend]:
@@ -134,6 +129,14 @@ def backend_for_device(device: torch.device, backend: str | None) -> type[MLABac
         BackendUnavailable, ValueError: as `backend_for_decode`.
     """
     return _candidates(None, device, _requested(backend), _flags_off())[0]
+
+
+def _watched(chosen: type[MLABackend], device: torch.device) -> type[MLABackend]:
+    """As `DUALMLA_SHADOW` says. Shadow mode stands above this module, on the judge and the repro files: imported when asked for."""
+    if not os.environ.get("DUALMLA_SHADOW"):
+        return chosen
+    watched: type[MLABackend] = importlib.import_module("dualmla.differential.environment").from_environment(chosen, device)
+    return watched
 
 
 def _willing(device: torch.device, backend: str | None, refusals_of: Callable[[type[MLABackend]], list[str]]) -> type[MLABackend]:

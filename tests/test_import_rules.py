@@ -20,6 +20,7 @@ ALLOWED_OUTSIDE = {
     "dualmla": {"torch"},
     "dualmla.backends.aiter": {"torch", "aiter", "dualmla_kernels"},  # the cache write is shared by the backends of a GPU
     "dualmla.backends.triton": {"torch", "triton", "dualmla_kernels"},
+    "dualmla.bench": {"torch", "rich", "matplotlib"},
     "dualmla.buffers": {"torch", "dualmla_kernels"},  # on a GPU, where a kernel writes them
     "dualmla.cli": {"torch", "typer", "rich"},
     "dualmla.demo": {"torch", "rich", "transformers"},

@@ -30,13 +30,16 @@ def judge(problem: Problem, backend: str | None, device: torch.device | str = "c
     about = (problem.operation, problem.title, backend or "auto")
     know(backend)
     plain = Recording()
-    call = problem.lay_out(device, poison=True)
+    try:
+        call, calm = (problem.lay_out(device, poison=poison) for poison in (True, False))
+    except torch.OutOfMemoryError as error:
+        return Verdict(*about, refusals=(f"no room on {device} to lay the case out: {str(error).splitlines()[0]}",))
     start = time.perf_counter()
     try:
         with recording(plain):
             result = call.run(backend)
         seconds = time.perf_counter() - start
-        quiet = problem.lay_out(device, poison=False).run(backend)
+        quiet = calm.run(backend)
         exact = call.exact()
         comparison = compare(*result, exact, flashmla_gate=problem.order_one)
         wrong = Wrong(problem, call, result, exact, "; ".join(comparison.failures))
