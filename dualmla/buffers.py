@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -17,11 +17,53 @@ from dualmla.config import MLAConfig
 if TYPE_CHECKING:
     from dualmla_kernels.plan import SplitPlan as SplitPlan  # noqa: PLC0414 - for other modules' annotations too
 
+T = TypeVar("T")
+
 PAGES_AHEAD = 256
 """Table entries past a request's live pages that a copied table holds: as many pages as `advance_step` can step into."""
 
 SEQ_LENS, QUERY_LENS, LAST_PAGE_LENS, QO_INDPTR, KV_INDPTR, PREFILL_QO_INDPTR, PREFILL_KV_INDPTR = range(7)
 """Rows of the one tensor that holds what has an entry a request; in this order in the kernel too."""
+
+
+class KeptPlans:
+    """What backends derive from a batch and keep with its buffers: sized once, and shared by all layers of a step.
+
+    A copy of metadata, or one in another process, starts with none.
+
+    Arguments:
+        max_num_reqs: most requests of the batches to come.
+        replayed: graphs read what is kept without asking for it, so it must follow each write.
+
+    Attributes:
+        writes: batches written so far.
+    """
+
+    def __init__(self, max_num_reqs: int = 0, *, replayed: bool = False) -> None:
+        self.max_num_reqs, self.replayed, self.writes = max_num_reqs, replayed, 0
+        self._kept: dict[Hashable, Any] = {}
+        self._followers: dict[Hashable, tuple[int, Callable[[], None]]] = {}
+
+    def __reduce__(self) -> tuple[Callable[..., KeptPlans], tuple[int]]:
+        return type(self), (self.max_num_reqs,)
+
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What is kept under `key`, made when it is first asked for."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        kept: T = self._kept[key]
+        return kept
+
+    def follow(self, key: Hashable, num_reqs: int, refill: Callable[[], None]) -> None:
+        """Call `refill` after each write of a batch of `num_reqs` requests; one a key."""
+        self._followers[key] = num_reqs, refill
+
+    def written(self, num_reqs: int) -> None:
+        """A batch of `num_reqs` requests was written."""
+        self.writes += 1
+        for wanted, refill in self._followers.values():
+            if wanted == num_reqs:
+                refill()
 
 
 class MetadataBuffers:
@@ -35,6 +77,7 @@ class MetadataBuffers:
         num_tokens: new tokens that slots are there for; `reserve_tokens` makes room for more.
         prefills: the batch may hold prefills, whose page ids are packed once more for their own view.
         own_table: the block table is copied: `table` int32 [max_num_reqs, max_num_pages].
+        replayed: graphs read the buffers, and what backends keep with them.
 
     Attributes:
         on_replay: called with the batch size after each replay of a graph that reads these buffers; what shadow mode hangs on.
@@ -50,8 +93,10 @@ class MetadataBuffers:
         num_tokens: int,
         prefills: bool = False,
         own_table: bool = False,
+        replayed: bool = False,
     ) -> None:
         self.device = device
+        self.kept = KeptPlans(max_num_reqs, replayed=replayed)
         self.page_size = page_size
         self.on_replay: list[Callable[[int], None]] = []
         self._fields = torch.zeros(7, max_num_reqs + 1, dtype=torch.int32, device=device)
@@ -107,6 +152,7 @@ class MetadataBuffers:
         """
         write = self._write_with_torch if self.device.type == "cpu" or not _triton_found() else self._write_with_kernel
         write(block_table, seq_lens, query_lens, num_reqs=num_reqs, num_decodes=num_decodes, num_tokens=num_tokens, plan=plan)
+        self.kept.written(num_reqs)
 
     def _write_with_kernel(
         self,

@@ -71,9 +71,11 @@ def info(json: Annotated[bool, typer.Option("--json", help="For machines.")] = F
     except ValueError as error:
         _fail(str(error))
     packages, place, variables = versions(), device_name(device), environment()
+    usable = any(report.name == "aiter" and report.usable for report in reports)
+    certificate = _certificate(device) if usable else None
     if json:
-        backends = [vars(report) for report in reports]
-        _print_json({"versions": packages, "device": place, "environment": variables, "config": str(config), "backends": backends})
+        told = {"versions": packages, "device": place, "environment": variables, "config": str(config), "certificate": certificate}
+        _print_json({**told, "backends": [vars(report) for report in reports]})
         return
     console = _console()
     console.print("  ".join(f"[bold]{name}[/] {version or '[dim]not installed[/]'}" for name, version in packages.items()), highlight=False)
@@ -83,8 +85,8 @@ def info(json: Annotated[bool, typer.Option("--json", help="For machines.")] = F
     console.print("\nfor DeepSeek's layer with 16 heads in bfloat16 and page size 1:", highlight=False)
     for report in reports:
         _print_backend(console, report)
-        if report.name == "aiter" and report.usable:
-            _print_certificate(console, device)
+        if report.name == "aiter" and certificate is not None:
+            console.print(f"      {certificate}", style="dim", markup=False, highlight=False)
 
 
 Load = Annotated[
@@ -221,6 +223,7 @@ def certify(
     heads: Annotated[list[int] | None, typer.Option(min=1, metavar="H", help="Query heads on a rank; can be repeated. [16, 128]")] = None,
     max_query_len: Annotated[int, typer.Option(min=1, max=4, help="Most query tokens of a decode.")] = 1,
     return_lse: Annotated[bool, typer.Option("--return-lse", help="Decodes with the LSE too.")] = False,
+    float8_cache: Annotated[bool, typer.Option("--float8-cache", help="Decodes over a float8 cache too, of the GPU's flavour.")] = False,
     limit: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Of one case, AITER's import and builds included.")] = 600,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Else DUALMLA_CERTIFICATE, else a file in the user's cache.")] = None,
     device: Device = None,
@@ -238,15 +241,17 @@ def certify(
     from dualmla.differential.certify import groups, machine_of
     from dualmla.differential.files import check_destinations
     from dualmla.differential.report import print_certificate
-    from dualmla.validation import checked_device
+    from dualmla.validation import checked_device, device_float8
 
     console = _console()
     place = device or _default_device()
-    wanted = groups(heads or [16, 128], max_query_len=max_query_len, return_lse=return_lse)
     path = out or default_path()
     try:
         check_destinations(files={"--out": out})
-        machine = machine_of(checked_device(torch.device(place)))
+        where = checked_device(torch.device(place))
+        machine = machine_of(where)
+        caches = [torch.bfloat16, device_float8(where)] if float8_cache else [torch.bfloat16]
+        wanted = groups(heads or [16, 128], max_query_len=max_query_len, return_lse=return_lse, kv_cache_dtypes=caches)
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("certifying", total=len(wanted))
             found = run(wanted, machine, device=place, limit=limit, on_entry=lambda entry: progress.advance(task))
@@ -465,17 +470,15 @@ def _print_backend(console: Console, report: BackendReport) -> None:
         console.print(f"      {reason}", style="dim", markup=False, highlight=False)
 
 
-def _print_certificate(console: Console, device: torch.device) -> None:
-    """Which certificate auto goes by on a device that AITER runs on."""
+def _certificate(device: torch.device) -> str:
+    """Which certificate auto goes by on a device that AITER runs on, or why there is none."""
     from dualmla.backends.aiter.certificate import in_force
     from dualmla.differential.certify import machine_of
 
     found = in_force(machine_of(device))
     if isinstance(found, str):
-        told = found
-    else:
-        told = f"certificate of {found.date}: {sum(entry.passed for entry in found.entries)} of {len(found.entries)} shapes passed"
-    console.print(f"      {told}", style="dim", markup=False, highlight=False)
+        return found
+    return f"certificate of {found.date}: {sum(entry.passed for entry in found.entries)} of {len(found.entries)} shapes passed"
 
 
 def _print_json(value: object) -> None:

@@ -79,6 +79,7 @@ class MLAGraphState:
             max_num_pages=max_num_pages_per_seq,
             num_tokens=max_batch_size * max_query_len,
             own_table=True,
+            replayed=True,
         )
         self._plans = PlanBuffers(cfg, self.device, max_batch_size)
         self._capturing: int | None = None

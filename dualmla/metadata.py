@@ -23,6 +23,7 @@ from dualmla.buffers import (
     QO_INDPTR,
     QUERY_LENS,
     SEQ_LENS,
+    KeptPlans,
     MetadataBuffers,
     PlanBuffers,
 )
@@ -75,6 +76,7 @@ class MLAMetadata:
         config: what the metadata was built for; None when `decode_metadata` built it from lengths alone.
         plan: how the decodes are shared out among the programs of a kernel; None: the kernel makes it.
         buffers: the memory of the tensors; None for a view of a batch of both kinds.
+        kept: what backends derive from the batch and keep with the buffers.
     """
 
     block_table: torch.Tensor
@@ -95,6 +97,7 @@ class MLAMetadata:
     config: MLAConfig | None = None
     plan: SplitPlan | None = None
     buffers: MetadataBuffers | None = field(default=None, repr=False)
+    kept: KeptPlans = field(default_factory=KeptPlans, repr=False)
     _lease: _Lease = field(default_factory=_Lease, repr=False)
 
     @property
@@ -172,6 +175,7 @@ class MLAMetadata:
             exact=self.exact,
             config=self.config,
             plan=self.plan,
+            kept=self.kept,
             _lease=self._lease,
         )
 
@@ -401,6 +405,7 @@ def metadata_of(
         config=config,
         plan=plan,
         buffers=buffers,
+        kept=buffers.kept,
         _lease=lease or _Lease(),
     )
 

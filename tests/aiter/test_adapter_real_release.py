@@ -35,7 +35,7 @@ def site() -> Path:
     return Path(str(found.locate_file("")))
 
 
-def run(folder: Path, first_stage: str, *cases: int) -> dict[str, Any]:
+def run(folder: Path, first_stage: str, *cases: int | str) -> dict[str, Any]:
     """What the program `real_release.py` prints of these cases, else of all."""
     environment = extensions.lay_out(folder, first_stage)
     environment["PATH"] = environment.pop("PATH_FIRST") + os.pathsep + os.environ["PATH"]
@@ -65,6 +65,17 @@ def test_its_own_machine_code_gives_the_reference(site: Path, tmp_path: Path) ->
     # P and the result are rounded to bf16, once each
     assert [result["case"] for result in said["results"] if not result["error"] < 2**-7] == []
     assert len(said["results"]) == 3
+
+
+def test_its_own_persistent_machine_code_gives_the_reference(site: Path, tmp_path: Path) -> None:
+    """bf16 queries over a float8 cache: its `mla_decode_fwd`, argument checks and code object, its two HIP kernels restated in Python."""
+    said = run(tmp_path, extensions.PERSISTENT, "p0", "p1", "p2", "p3")
+    assert said["reasons"] == []
+    # P and the result are rounded to bf16, once each
+    assert [result["case"] for result in said["results"] if not result["error"] < 2**-7] == []
+    assert len(said["results"]) == 4
+    assert len(said["plans"]) == 17
+    assert said["plans"][6:8] == ["work_indptr", "work_info"]  # the names are exchanged: by position it is right
 
 
 def test_its_source_reads_as_s2(site: Path) -> None:
