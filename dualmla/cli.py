@@ -120,7 +120,7 @@ def check(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="quick, aiter, flashmla, vllm, peers or emulated; quick, or with --emulate emulated, unless --cases or --time ask for random cases.",
+            help="quick (with --emulate: emulated), aiter, flashmla, vllm or peers; the first unless --cases or --time ask for random cases.",
         ),
     ] = None,
     cases: Annotated[int | None, typer.Option(min=1, metavar="N", help="So many random cases.")] = None,
@@ -147,8 +147,8 @@ def check(
     import itertools
 
     from dualmla.differential.check import Plan, default_jobs
-    from dualmla.differential.files import check_destinations, to_html, to_json, to_junit
     from dualmla.differential.emulated_grid import emulated_grid, for_chip
+    from dualmla.differential.files import check_destinations, to_html, to_json, to_junit
     from dualmla.differential.grids import GRIDS, random_problems
     from dualmla.differential.report import print_report
 
@@ -280,14 +280,17 @@ def profile(
     from rich.progress import Progress
 
     from dualmla.backends.base import BackendUnavailable
+    from dualmla.bench.plot import check_plot
+    from dualmla.differential.files import check_destinations
     from dualmla.differential.profile import print_profiles, profiles, to_json
-    from dualmla.differential.profile_plot import check_plot, save_plot
+    from dualmla.differential.profile_plot import save_plot
 
     names, counts, lengths = backend or ["aiter", "triton"], heads or [16], kv or [1024, 4096]
     _emulated(emulate, names, None)
     console = _console()
     done = []
     try:
+        check_destinations(files={"--json": json, "--plot": plot})
         if plot is not None:
             check_plot(plot)
         with Progress(console=console, transient=True) as progress:

@@ -25,7 +25,8 @@ import torch
 from dualmla.attention import MLAImpl
 from dualmla.backends.aiter import AiterMLABackend, launch, prefill, probe, support
 from dualmla.backends.aiter.signatures import Aiter
-from dualmla.backends.base import BackendUnavailable, DecodeCall, MLABackend, PrefillCall
+from dualmla.backends.base import BackendUnavailable, DecodeCall, PrefillCall
+from dualmla.backends.kernels import KernelMLABackend
 from dualmla.backends.triton import TritonMLABackend
 from dualmla.config import FLOAT8_DTYPES, MLAConfig
 from dualmla.differential import instruments
@@ -69,7 +70,10 @@ def know(backend: str | None) -> None:
     for arch in ARCHS:
         if backend in _names(arch) and arch not in _registered:
             for name, base in _names(arch).items():
-                register_backend(name, type(base.__name__, (base,), {"name": name, "arch": arch}))
+                impl = type("EmulatedMLAImpl", (MLAImpl,), {})
+                backend_cls = type(base.__name__, (base,), {"name": name, "arch": arch, "impl": impl})
+                impl.ops = backend_cls
+                register_backend(name, backend_cls)
             _registered.add(arch)
 
 
@@ -80,14 +84,15 @@ def _names(arch: str) -> dict[str, type[_Emulated]]:
     return {emulated_name("aiter", arch): EmulatedAiter, emulated_name("triton", arch): EmulatedTriton}
 
 
-class _Emulated(MLABackend):
+class _Emulated(KernelMLABackend):
     """What both share: our launchers, asked on the chip, and what no emulated chip takes."""
 
     arch: ClassVar[str]
+    impl: ClassVar[type[MLAImpl]]
 
     @classmethod
     def get_impl_cls(cls) -> type[MLAImpl]:
-        return _impl_of(cls)
+        return cls.impl
 
     @classmethod
     def not_supported_reasons(cls, cfg: MLAConfig | None, device: torch.device) -> list[str]:
@@ -114,7 +119,7 @@ class _Emulated(MLABackend):
     ) -> None:
         """As `MLABackend.concat_and_cache_mla`."""
         cls._check_cache(kv_cache)
-        cls._launched(TritonMLABackend.concat_and_cache_mla, kv_c, k_pe, kv_cache, slot_mapping, k_scale=k_scale)
+        cls._launched(KernelMLABackend.concat_and_cache_mla, kv_c, k_pe, kv_cache, slot_mapping, k_scale=k_scale)
 
     @classmethod
     def gather_kv_cache(
@@ -129,7 +134,7 @@ class _Emulated(MLABackend):
     ) -> None:
         """As `MLABackend.gather_kv_cache`."""
         cls._check_cache(kv_cache)
-        cls._launched(TritonMLABackend.gather_kv_cache, kv_cache, block_table, cu_seqlens, seq_starts, out=out, k_scale=k_scale)
+        cls._launched(KernelMLABackend.gather_kv_cache, kv_cache, block_table, cu_seqlens, seq_starts, out=out, k_scale=k_scale)
 
     @classmethod
     def merge_attn_states(
@@ -143,7 +148,7 @@ class _Emulated(MLABackend):
         lse: torch.Tensor,
     ) -> None:
         """As `MLABackend.merge_attn_states`."""
-        cls._launched(TritonMLABackend.merge_attn_states, out_a, lse_a, out_b, lse_b, out=out, lse=lse)
+        cls._launched(KernelMLABackend.merge_attn_states, out_a, lse_a, out_b, lse_b, out=out, lse=lse)
 
     @classmethod
     def _float8_refusals(cls, dtype: torch.dtype) -> list[str]:
@@ -169,7 +174,7 @@ class _Emulated(MLABackend):
         from dualmla.emulator.tensors import run_launcher
 
         with cls._noted() as (mode, reports):
-            reports += run_launcher(cls.arch, mode, launcher, *args, written=("out", "lse"), **kwargs)
+            reports.extend(run_launcher(cls.arch, mode, launcher, *args, written=("out", "lse"), **kwargs))
 
     @classmethod
     @contextlib.contextmanager
@@ -261,13 +266,25 @@ class EmulatedAiter(_Emulated, AiterMLABackend):
 
     @classmethod
     def decode_refusals(cls, call: DecodeCall) -> list[str]:
-        shape = support.decode_shape(call, _release(cls.arch).signature, cls.arch)
+        shape = cls._shape(call)
         return super().decode_refusals(call) + (shape if isinstance(shape, list) else [])
+
+    @classmethod
+    def _shape(cls, call: DecodeCall) -> support.LaunchShape | list[str]:
+        """How AITER is asked, or every reason why not."""
+        shape = support.decode_shape(call, _release(cls.arch).signature, cls.arch)
+        if isinstance(shape, support.LaunchShape) and shape.persistent:
+            return [
+                f"the cache is {call.kv_cache_dtype}; AITER plans its decode by C++ compiled on the user's machine, not by a code object"
+            ]
+        return shape
 
     @classmethod
     def prefill_refusals(cls, call: PrefillCall) -> list[str]:
         if cls.arch not in PREFILL_ARCHS:
-            return [f"AITER compiles its prefill for {cls.arch} from C++ on the user's machine; its release has no code object of it to run"]
+            return [
+                f"AITER compiles its prefill for {cls.arch} from C++ on the user's machine; its release has no code object of it to run"
+            ]
         return support.prefill_refusals(call, _release(cls.arch))
 
     @classmethod
@@ -291,14 +308,13 @@ class EmulatedAiter(_Emulated, AiterMLABackend):
         call = DecodeCall.of(
             q, kv_cache, meta, kv_lora_rank=out.shape[2], causal=causal, return_lse=lse is not None, num_kv_splits=num_kv_splits
         )
-        aiter = _release(cls.arch)
-        shape = support.decode_shape(call, aiter.signature, cls.arch)
+        shape = cls._shape(call)
         if isinstance(shape, list):
             raise BackendUnavailable(cls.name, shape)
         with cls._noted() as (mode, reports), running(cls.arch, mode, reports):
             launch.decode(
-                aiter, shape, q, kv_cache, meta, softmax_scale,
-                causal=causal, out=out, lse=lse, compute_units=cls.compute_units or CHIPS[cls.arch].processors, captured=False,
+                _release(cls.arch), shape, q, kv_cache, meta, softmax_scale, causal=causal, out=out, lse=lse, k_scale=k_scale,
+                compute_units=cls.compute_units or CHIPS[cls.arch].processors, captured=False,
             )  # fmt: skip
 
     @classmethod
@@ -329,11 +345,6 @@ class EmulatedAiter(_Emulated, AiterMLABackend):
                 attention, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale,
                 causal=causal, out=out, lse=lse,
             )  # fmt: skip
-
-
-@functools.cache
-def _impl_of(backend: type[_Emulated]) -> type[MLAImpl]:
-    return type("EmulatedImpl", (MLAImpl,), {"ops": backend})
 
 
 @functools.cache

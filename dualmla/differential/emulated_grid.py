@@ -76,6 +76,10 @@ def for_chip(draws: Iterable[Draw], arch: str) -> Iterator[Draw]:
 
 
 def _for_chip(problem: Problem, float8: torch.dtype) -> Problem:
-    if isinstance(problem, DecodeProblem | CacheProblem) and problem.case.kv_cache_dtype in FLOAT8_DTYPES:
-        return type(problem).draw(replace(problem.case, kv_cache_dtype=float8))  # type: ignore[type-var]
-    return problem
+    match problem:
+        case DecodeProblem() if problem.case.kv_cache_dtype in FLOAT8_DTYPES:
+            return DecodeProblem.draw(replace(problem.case, kv_cache_dtype=float8))
+        case CacheProblem() if problem.case.kv_cache_dtype in FLOAT8_DTYPES:
+            return CacheProblem.draw(replace(problem.case, kv_cache_dtype=float8))
+        case _:
+            return problem

@@ -141,10 +141,7 @@ def slopes(done: Iterable[Profile]) -> list[Slope]:
             backend,
             num_heads,
             (group[0].kv_len, group[-1].kv_len),
-            {
-                kind: TILE * (count - group[0].kinds[kind]) / (group[-1].kv_len - group[0].kv_len)
-                for kind, count in group[-1].kinds.items()
-            },
+            {kind: TILE * (count - group[0].kinds[kind]) / (group[-1].kv_len - group[0].kv_len) for kind, count in group[-1].kinds.items()},
         )
         for (backend, num_heads), group in groups.items()
         if len(group) > 1

@@ -8,9 +8,6 @@ from typing import Any
 
 from dualmla.differential.profile import TILE, Profile, slopes
 
-MISSING = "matplotlib is not installed, which the picture needs; install `dualmla[plot]`"
-FORMATS = (".png", ".svg", ".pdf")
-
 COLOURS = {
     "matrix": "#4c72b0",
     "vector": "#dd8452",
@@ -22,22 +19,12 @@ COLOURS = {
 }
 
 
-def check_plot(path: Path) -> None:
-    """Raise ImportError without matplotlib, ValueError for a kind of picture that it can't make."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ImportError(MISSING) from error
-    if path.suffix not in FORMATS:
-        raise ValueError(f"--plot must end in one of {', '.join(FORMATS)}, got {path.name!r}")
-
-
 def save_plot(path: Path, done: Sequence[Profile]) -> None:
     """A bar a backend and head count, by kind: one request of the shortest length, and what further keys cost."""
     from matplotlib.figure import Figure  # no pyplot: it would choose a window system
 
     shortest = min(profile.kv_len for profile in done)
-    bars = sorted((p for p in done if p.kv_len == shortest), key=lambda p: (-p.num_heads, p.backend), reverse=False)
+    bars = sorted((p for p in done if p.kv_len == shortest), key=lambda p: (-p.num_heads, p.backend))
     panels: list[tuple[str, list[tuple[str, dict[str, Any]]]]] = [
         (f"one request of {shortest:,} keys", [(f"{p.num_heads} heads, {p.backend}", dict(p.kinds)) for p in reversed(bars)])
     ]

@@ -11,20 +11,20 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from dualmla_kernels.target import CHIPS, Launch
 from numpy.typing import NDArray
 
 from dualmla.emulator.aiter_kernels import decode, varlen_prefill
 from dualmla.emulator.aiter_objects import KERNELS, find_code_objects, load_kernel
 from dualmla.emulator.launch import Device, Mode, Report
 from dualmla.emulator.tensors import Tensors, run_triton
+from dualmla_kernels.target import CHIPS, Launch
 
 ENUM = '''
 """In place of the extension with AITER's enumerations. AITER makes its split indptr on `cuda`, which is not here."""
@@ -73,12 +73,16 @@ mla_decode_stage1_asm_fwd.__doc__ = "mla_decode_stage1_asm_fwd(" + ", ".join(
 """What AITER reads from an extension before it registers the operator."""
 
 
-def lay_out(folder: Path, arch: str, first_stage: str = EMULATED) -> dict[str, str]:
+EXTENSIONS = {"module_aiter_enum": ENUM, "module_mla_asm": EMULATED + SIGNATURE, "module_fmha_v3_varlen_fwd": PREFILL}
+"""Module -> source of what stands in its place."""
+
+
+def lay_out(folder: Path, arch: str, extensions: Mapping[str, str] = EXTENSIONS) -> dict[str, str]:
     """Write the tools and the extensions into `folder`.
 
     Arguments:
         arch: of the GPU that AITER is to see.
-        first_stage: source of the module that defines `mla_decode_stage1_asm_fwd`.
+        extensions: source by module.
 
     Returns:
         The environment variables that make AITER, imported afterwards, use them.
@@ -89,9 +93,8 @@ def lay_out(folder: Path, arch: str, first_stage: str = EMULATED) -> dict[str, s
     for name, says in (("hipconfig", "6.4.43482-0f2d60242"), ("rocminfo", f"  Name:                    {arch}")):
         (tools / name).write_text(f"#!/bin/sh\necho '{says}'\n")
         (tools / name).chmod(0o755)
-    (modules / "module_aiter_enum.py").write_text(ENUM)
-    (modules / "module_mla_asm.py").write_text(first_stage + SIGNATURE)
-    (modules / "module_fmha_v3_varlen_fwd.py").write_text(PREFILL)
+    for name, source in extensions.items():
+        (modules / f"{name}.py").write_text(source)
     path = os.pathsep.join([str(tools), os.environ.get("PATH", os.defpath)])
     return {"AITER_JIT_DIR": str(modules), "GPU_ARCHS": arch, "CU_NUM": str(CHIPS[arch].processors), "PATH": path}
 
@@ -155,8 +158,8 @@ def first_stage(
         device,
         load_kernel(find_code_objects(), run.arch, name),
         KERNELS[name],
-        q=_bits(Q),
-        kv=_bits(KV[:, 0, 0]),
+        q=bits(Q),
+        kv=bits(KV[:, 0, 0]),
         kv_indptr=kv_indptr.tolist(),
         kv_indices=kv_page_indices.numpy(),
         softmax_scale=softmax_scale,
@@ -199,9 +202,9 @@ def varlen_forward(
     got = varlen_prefill(
         Device(run.arch),
         load_kernel(find_code_objects(), run.arch, f"fwd_hd192_hd128_bf16{'_causal' if is_causal else ''}_group"),
-        q=_bits(q),
-        k=_bits(k),
-        v=_bits(v),
+        q=bits(q),
+        k=bits(k),
+        v=bits(v),
         cu_seqlens_q=cu_seqlens_q.tolist(),
         cu_seqlens_k=cu_seqlens_k.tolist(),
         softmax_scale=softmax_scale,
@@ -213,7 +216,8 @@ def varlen_forward(
     return [torch.from_numpy(got.out).bfloat16(), torch.from_numpy(got.lse), torch.empty(0), torch.empty(2, dtype=torch.int64)]
 
 
-def _bits(x: torch.Tensor) -> NDArray[np.uint16]:
+def bits(x: torch.Tensor) -> NDArray[np.uint16]:
+    """The bit patterns of a bf16 tensor, dense."""
     return x.contiguous().view(torch.int16).numpy().view(np.uint16)
 
 

@@ -24,10 +24,11 @@ def by_group(report: Report) -> dict[str, int]:
     counts = dict.fromkeys(GROUPS, 0)
     for record, executed in zip(report.program.records, report.counts, strict=True):
         if executed:
-            kind = int(record["kind"])
-            if kind == state.GLOBAL:
-                group = "global store" if record["flags"] & state.F_STORE else "global load"
-            else:
-                group = _GROUP_OF[kind]
-            counts[group] += int(executed)
+            counts[_group(int(record["kind"]), int(record["flags"]))] += int(executed)
     return counts
+
+
+def _group(kind: int, flags: int) -> str:
+    if kind == state.GLOBAL:
+        return "global store" if flags & state.F_STORE else "global load"
+    return _GROUP_OF[kind]

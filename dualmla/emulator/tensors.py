@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from dualmla_kernels.compiled import SHARED_BYTES, compile_launch
-from dualmla_kernels.target import CHIPS, Launch, launches_on
 
 from dualmla.emulator.elf import CodeObject, load_code_object
 from dualmla.emulator.errors import NotEmulatedError
 from dualmla.emulator.kernargs import pack_triton
 from dualmla.emulator.launch import Device, Mode, Report
 from dualmla.emulator.translate import translate
+from dualmla_kernels.compiled import SHARED_BYTES, compile_launch
+from dualmla_kernels.target import CHIPS, Launch, launches_on
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Tensors:
         if base is None:
             nbytes = storage.nbytes() if rows is None else math.prod(shape) * tensor.element_size()
             base = torch.empty(nbytes, dtype=torch.uint8, device="meta")
-            host = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload]
+            host = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
             memory = self.device.memory
             address = memory.put(host.numpy()) if written else memory.allocate(storage.nbytes())
             self._placed[_key(base)] = _Placed(address, base, host)
@@ -67,7 +67,7 @@ class Tensors:
         if found is None:
             found = _Placed(self.device.memory.allocate(twin.untyped_storage().nbytes()), twin, None)
             self._placed[_key(twin)] = found
-        return found.address + twin.storage_offset() * twin.element_size()
+        return found.address + int(twin.storage_offset()) * twin.element_size()
 
     def fetch(self) -> None:
         """Bring what kernels have written back to the CPU; memory that they never wrote keeps what it held there."""
@@ -93,7 +93,8 @@ def run_triton(tensors: Tensors, launch: Launch, mode: Mode | None = None) -> Re
     code = _load(kernel.asm["hsaco"], kernel.metadata.name.lstrip("_"))
     check_emulated(code, kernel.metadata.shared)
     values = dict(zip(launch.kernel.arg_names, launch.args, strict=False)) | dict(launch.kwargs)
-    grid = (*launch.grid, 1, 1)[:3]
+    x, y, z = (*launch.grid, 1, 1)[:3]
+    grid = (x, y, z)
     signature: Mapping[str, str] = kernel.src.signature
     values = {name: tensors.address(value) if isinstance(value, torch.Tensor) else value for name, value in values.items()}
     return tensors.device.launch(
@@ -107,7 +108,13 @@ def run_triton(tensors: Tensors, launch: Launch, mode: Mode | None = None) -> Re
 
 
 def run_launcher(
-    arch: str, mode: Mode, launcher: Callable[..., None], *args: Any, written: Collection[str] = (), rows: Mapping[str, int] | None = None, **kwargs: Any
+    arch: str,
+    mode: Mode,
+    launcher: Callable[..., None],
+    *args: Any,
+    written: Collection[str] = (),
+    rows: Mapping[str, int] | None = None,
+    **kwargs: Any,
 ) -> list[Report]:
     """What a launcher of our kernels does with tensors of the CPU, done on an emulated `arch`.
 

@@ -107,7 +107,7 @@ def test_profile_counts_are_exact_and_add_up(hsa, tmp_path):
         (("check", "--emulate", "gfx942", "--backend", "reference"), "backend 'reference' has no machine code"),
         (("check", "--emulate", "gfx942", "--device", "cuda"), "--device must be cpu, got 'cuda'"),
         (("profile", "--emulate", "gfx942", "--backend", "nobody"), "backend 'nobody' has no machine code for gfx942"),
-        (("profile", "--emulate", "gfx942", "--plot", "picture.gif"), "--plot must end in one of .png, .svg, .pdf, got 'picture.gif'"),
+        (("profile", "--emulate", "gfx942", "--plot", "picture.gif"), "--plot must end in .png, .svg, .pdf, got 'picture.gif'"),
     ],
 )
 def test_what_can_not_be_asked_is_refused_at_once(arguments, message):
