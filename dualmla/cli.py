@@ -120,7 +120,7 @@ def check(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="quick (with --emulate: emulated), aiter, flashmla, vllm or peers; the first unless --cases or --time ask for random cases.",
+            help="quick (with --emulate: emulated), aiter, flashmla, vllm or peers; the first unless --cases or --time ask for random ones",
         ),
     ] = None,
     cases: Annotated[int | None, typer.Option(min=1, metavar="N", help="So many random cases.")] = None,

@@ -15,6 +15,7 @@ import functools
 import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -70,9 +71,8 @@ def know(backend: str | None) -> None:
     for arch in ARCHS:
         if backend in _names(arch) and arch not in _registered:
             for name, base in _names(arch).items():
-                impl = type("EmulatedMLAImpl", (MLAImpl,), {})
-                backend_cls = type(base.__name__, (base,), {"name": name, "arch": arch, "impl": impl})
-                impl.ops = backend_cls
+                backend_cls: type[_Emulated] = type(base.__name__, (base,), {"name": name, "arch": arch})
+                backend_cls.impl = type("EmulatedMLAImpl", (MLAImpl,), {"ops": backend_cls})
                 register_backend(name, backend_cls)
             _registered.add(arch)
 
@@ -367,7 +367,7 @@ def _obstacles() -> tuple[str, ...]:
 
 @functools.cache
 def _aiter(arch: str) -> Aiter | str:
-    """AITER imported as on a machine with that chip, or why not. One chip a process: AITER keeps what it found."""
+    """AITER imported as on a machine with that chip, or why not."""
     from dualmla.emulator.aiter_objects import AiterNotFoundError, find_code_objects
     from dualmla.emulator.aiter_release import emulate_second_stage, lay_out
 
@@ -378,6 +378,8 @@ def _aiter(arch: str) -> Aiter | str:
         find_code_objects()
     except AiterNotFoundError as error:
         return str(error)
+    if "aiter" in sys.modules:
+        return "AITER is imported in this process already, and keeps to the chip that it found then"
     folder = Path(tempfile.mkdtemp(prefix="dualmla-emulated-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ.update(lay_out(folder, arch))
