@@ -155,7 +155,8 @@ def check(
     grids = {**GRIDS, "emulated": emulated_grid}
     if grid is not None and grid not in grids:
         _fail(f"--grid must be one of {', '.join(grids)}, got {grid!r}")
-    names = _emulated(emulate, [backend or "triton", against], device) if emulate else [backend, against]
+    others = [] if against == "reference" else [against]
+    names = _emulated(emulate, [backend or "triton", *others], device) if emulate else [backend, *others]
     usual = "emulated" if emulate else "quick"
     asked_random = cases is not None or (time is not None and grid is None)
     try:
@@ -170,7 +171,7 @@ def check(
         title = " and ".join(filter(None, (title, f"{'' if cases is None else f'{cases} '}random cases of seed {seed}")))
     problems = itertools.chain(draws, itertools.islice(random_problems(seed), cases)) if asked_random else draws
     plan = Plan(
-        backends=names[:1] if against == "reference" else names,
+        backends=names,
         device="cpu" if emulate else device or _default_device(),
         title=title,
         load=tuple(load or ()),
@@ -444,13 +445,13 @@ def _run_check(console: Console, problems: Iterable[Draw], plan: Plan, total: in
 
 
 def _emulated(arch: str, backends: list[str], device: str | None) -> list[str | None]:
-    """What the backends are called on an emulated chip; the reference stays what it is."""
+    """What the backends are called on an emulated chip."""
     from dualmla.differential.emulated import emulated_name
 
     if device not in (None, "cpu"):
         _fail(f"--emulate works on tensors of the CPU: --device must be cpu, got {device!r}")
     try:
-        return [name if name == "reference" else emulated_name(name, arch) for name in backends]
+        return [emulated_name(name, arch) for name in backends]
     except ValueError as error:
         _fail(str(error))
 

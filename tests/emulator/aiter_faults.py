@@ -1,10 +1,10 @@
-"""For `dualmla check --load`: AITER with two faults planted. Its kernel lacks one wait, and our adapter leaves cache row 0 as it is."""
+"""For `dualmla check --load`: AITER with two faults planted. Its kernel lacks waits, and our adapter leaves cache row 0 as it is."""
 
 import torch
-from mutations import without_wait_before
+from mutations import without_waits_before
 
 from dualmla.emulator import aiter_release
 
 load_kernel = aiter_release.load_kernel
-aiter_release.load_kernel = lambda hsa, arch, name: without_wait_before(load_kernel(hsa, arch, name), "V_MAX3_F32")
+aiter_release.load_kernel = lambda hsa, arch, name: without_waits_before(load_kernel(hsa, arch, name), "V_MAX3_F32")
 torch.Tensor.nan_to_num_ = lambda self, *args, **kwargs: self  # what the adapter cleans the row with

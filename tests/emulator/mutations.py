@@ -18,11 +18,15 @@ def without(code: CodeObject, *addresses: int) -> CodeObject:
     return replace(code, image=bytes(image))
 
 
-def without_wait_before(code: CodeObject, opcode: str) -> CodeObject:
-    """The first `opcode` no longer waits for what it reads."""
-    listing = translate(code).listing
-    first = next(i for i in listing if i.name == opcode)
-    return without(code, [i.address for i in listing if i.name == "S_WAITCNT" and i.address < first.address][-1])
+def without_waits_before(code: CodeObject, opcode: str) -> CodeObject:
+    """No `opcode` waits for what it reads: the last wait before each is gone."""
+    waits, dropped = [], set()
+    for instruction in translate(code).listing:
+        if instruction.name == "S_WAITCNT":
+            waits.append(instruction.address)
+        elif instruction.name == opcode and waits:
+            dropped.add(waits[-1])
+    return without(code, *dropped)
 
 
 def without_barriers(code: CodeObject) -> CodeObject:

@@ -18,7 +18,7 @@ from dualmla.testing import DecodeCase, lay_out_decode
 
 HERE = Path(__file__).parent
 MQA16, MQA128 = "mla_dec_stage1_bf16_a16w16_subQ16_mqa16.co", "mla_dec_stage1_bf16_a16w16_subQ128_mqa128.co"
-TAIL = DecodeCase(seq_lens=(130,), seed=3)
+TAIL = DecodeCase(seq_lens=(130,), page_size=16, seed=3)
 """Its tail reads cache row 0, which nobody owns."""
 
 

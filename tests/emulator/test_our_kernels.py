@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mutations import without_barriers, without_wait_before
+from mutations import without_barriers, without_waits_before
 
 from dualmla import selection
 from dualmla.differential import emulated
@@ -105,7 +105,7 @@ def test_a_kernel_for_a_cache_over_2_gib():
     ("mutate", "kind", "told"),
     [
         (without_barriers, "race", "no barrier between"),
-        (lambda code: without_wait_before(code, "V_MFMA_F32_16X16X16_BF16"), "wait", "register used before its load was waited for"),
+        (lambda code: without_waits_before(code, "V_MFMA_F32_16X16X16_BF16"), "wait", "register used before its load was waited for"),
     ],
     ids=["barriers", "wait"],
 )
