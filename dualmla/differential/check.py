@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,11 +20,14 @@ from dualmla.differential.grids import Draw
 from dualmla.differential.machine import device_name, versions
 from dualmla.differential.problems import Problem
 from dualmla.differential.shrink import shrink
-from dualmla.differential.verdict import Verdict
+from dualmla.differential.verdict import Kind, Verdict
 from dualmla.differential.worker import Worker
 
 MOST_DEATHS = 10
 """A check ends after this many crashes and hangs of one backend: the rest would tell nothing new, slowly."""
+
+PER_JOB = 25
+"""Problems that are worth starting a process for."""
 
 Row = tuple[Verdict, ...]
 
@@ -60,6 +66,7 @@ class Plan:
         seconds: from when the backends are up; no new problem is begun after that; None: no such limit.
         save: directory for repros; None: none are written.
         shrink_seconds: for each kind of failure; 0 leaves failures as they were found.
+        jobs: processes of each backend that judge at once, sharing the device.
     """
 
     backends: Sequence[str | None]
@@ -70,6 +77,7 @@ class Plan:
     seconds: float | None = None
     save: Path | None = None
     shrink_seconds: float = 20.0
+    jobs: int = 1
 
 
 @dataclass(frozen=True)
@@ -95,12 +103,17 @@ class Report:
 
     @property
     def failed(self) -> list[Row]:
-        return [row for row in self.rows if any(verdict.status == "fail" for verdict in row)]
+        return [row for row in self.rows if fails(row)]
 
     @property
     def ran(self) -> bool:
         """Some case ran on the backend under test."""
         return any(row[0].status != "refused" for row in self.rows)
+
+
+def fails(row: Row) -> bool:
+    """One of the backends is wrong."""
+    return any(verdict.status == "fail" for verdict in row)
 
 
 def run_check(draws: Iterable[Draw], plan: Plan, on_row: Callable[[Row], None] = lambda row: None) -> Report:
@@ -111,31 +124,85 @@ def run_check(draws: Iterable[Draw], plan: Plan, on_row: Callable[[Row], None] =
         ImportError: repros are to be saved and safetensors is missing.
     """
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    rows: list[Row] = []
-    failures: dict[tuple[str, str | None], Failure] = {}
-    deaths: Counter[str] = Counter()
-    ended = ""
-    with contextlib.ExitStack() as stack:
-        workers = [stack.enter_context(Worker(backend, plan.device, plan.load, plan.limit)) for backend in plan.backends]
-        names = tuple(worker.name for worker in workers)
-        start = time.perf_counter()
-        report = Report(names, device_name(torch.device(plan.device)), plan.title, versions(), date, rows)
-        for draw in draws:
-            if plan.seconds is not None and time.perf_counter() - start > plan.seconds:
-                ended = f"time was up after {plan.seconds:g} s"
-                break
-            problem = draw()
-            row = tuple(worker.judge(problem) for worker in workers)
-            rows.append(row)
-            on_row(row)
-            for worker, verdict in zip(workers, row, strict=True):
-                if verdict.status == "fail" and (worker.name, verdict.kind) not in failures:
-                    failures[worker.name, verdict.kind] = _investigate(problem, verdict, worker, plan, report)
-            deaths.update(verdict.backend for verdict in row if verdict.kind in ("crash", "hang"))
-            if any(count >= MOST_DEATHS for count in deaths.values()):
-                ended = f"{deaths.most_common(1)[0][0]} crashed or hung {MOST_DEATHS} times"
-                break
-    return replace(report, failures=list(failures.values()), seconds=time.perf_counter() - start, ended=ended)
+    begin = time.perf_counter()
+    run = _Run(draws, plan, on_row, date)
+    with ThreadPoolExecutor(plan.jobs, "dualmla-check") as lanes:
+        try:
+            for lane in [lanes.submit(run.judge_until_done) for _ in range(plan.jobs)]:
+                lane.result()
+        finally:
+            run.stop()  # the other lanes, where one has failed or the user has had enough
+    rows = [row for _, row in sorted(run.rows.items())]
+    seconds = time.perf_counter() - begin
+    return replace(run.about, rows=rows, failures=list(run.failures.values()), seconds=seconds, ended=run.ended)
+
+
+def default_jobs(problems: int | None) -> int:
+    """How many processes share so many problems (None: no end of them): one a core, and no more than have `PER_JOB` each."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores if problems is None else max(min(cores, problems // PER_JOB), 1)
+
+
+class _Run:
+    """A check under way: what its lanes, a thread with a process for each backend, take from and report to."""
+
+    def __init__(self, draws: Iterable[Draw], plan: Plan, on_row: Callable[[Row], None], date: str) -> None:
+        self.plan, self.on_row = plan, on_row
+        names = tuple(backend or "auto" for backend in plan.backends)
+        self.about = Report(names, device_name(torch.device(plan.device)), plan.title, versions(), date, [])
+        self.rows: dict[int, Row] = {}
+        self.failures: dict[tuple[str, Kind | None], Failure] = {}
+        self.ended = ""
+        self._draws = enumerate(draws)
+        self._deaths: Counter[str] = Counter()
+        self._start: float | None = None
+        self._stopped = False
+        self._lock = threading.Lock()
+        self._seen: set[tuple[str, Kind | None]] = set()
+
+    def stop(self) -> None:
+        """No lane begins another problem."""
+        self._stopped = True
+
+    def judge_until_done(self) -> None:
+        """A lane."""
+        plan = self.plan
+        threads = max((os.cpu_count() or 1) // plan.jobs, 1) if plan.jobs > 1 else None
+        with contextlib.ExitStack() as stack:
+            workers = [stack.enter_context(Worker(backend, plan.device, plan.load, plan.limit, threads)) for backend in plan.backends]
+            with self._lock:
+                self.about = replace(self.about, backends=tuple(worker.name for worker in workers))
+            while (turn := self._next()) is not None:
+                place, problem = turn[0], turn[1]()
+                row = tuple(worker.judge(problem) for worker in workers)
+                new = self._report(place, row)
+                for worker, verdict in zip(workers, row, strict=True):
+                    if (key := (worker.name, verdict.kind)) in new:
+                        self.failures[key] = _investigate(problem, verdict, worker, plan, self.about)
+
+    def _next(self) -> tuple[int, Draw] | None:
+        """The next problem and its place; None: there is none, or the check has come to its end."""
+        with self._lock:
+            now = time.perf_counter()
+            self._start = self._start or now
+            if self.plan.seconds is not None and now - self._start > self.plan.seconds:
+                self.ended = f"time was up after {self.plan.seconds:g} s"
+                self._stopped = True
+            return None if self._stopped else next(self._draws, None)
+
+    def _report(self, place: int, row: Row) -> set[tuple[str, Kind | None]]:
+        """Note a row; returns which of its failures are the first of their kind."""
+        with self._lock:
+            self.rows[place] = row
+            self.on_row(row)
+            new = {(verdict.backend, verdict.kind) for verdict in row if verdict.status == "fail"} - self._seen
+            self._seen |= new
+            self._deaths.update(verdict.backend for verdict in row if verdict.kind in ("crash", "hang"))
+            for backend, deaths in self._deaths.items():
+                if deaths >= MOST_DEATHS:
+                    self.ended = f"{backend} crashed or hung {MOST_DEATHS} times"
+                    self._stopped = True
+            return new
 
 
 def _investigate(problem: Problem, verdict: Verdict, worker: Worker, plan: Plan, report: Report) -> Failure:

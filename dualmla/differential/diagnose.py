@@ -49,6 +49,11 @@ class Wrong:
             return torch.zeros_like(self.empty)
         return budget_used(self.result.lse, self.exact.lse, self.exact.lse_allowed) > 1
 
+    @cached_property
+    def bad(self) -> torch.Tensor:
+        """[H, T]: one of the two is."""
+        return self.out_rows | self.lse_rows
+
 
 def diagnose(wrong: Wrong, passes: Callable[[Problem], bool]) -> Iterator[Finding]:
     """The faults of a result that does not agree, each with the plain facts.
@@ -60,14 +65,19 @@ def diagnose(wrong: Wrong, passes: Callable[[Problem], bool]) -> Iterator[Findin
     if not bool(wrong.out_rows.any()) and (reading := _other_reading(wrong)):
         yield Finding("lse", f"{reading}; {wrong.facts}")
         return
-    bad = wrong.out_rows | wrong.lse_rows
-    empty, filled = bad & wrong.empty, bad & ~wrong.empty
-    if bool(empty.any()):
-        yield _empty_row(wrong, *first(empty))
+    if wrong.result.lse is not None and wrong.result.lse.numel() and bool(wrong.result.lse.isnan().all()):
+        yield Finding("unwritten", f"lse was never written; {wrong.facts}")
+        return
+    empty, filled = wrong.bad & wrong.empty, wrong.bad & ~wrong.empty
+    findings = []
     if bool(filled.any()):
-        yield _filled_row(wrong, passes, only_lse=not bool((filled & wrong.out_rows).any()))
+        findings.append(_filled_row(wrong, passes, only_lse=not bool((filled & wrong.out_rows).any())))
     elif not bool(empty.any()):
-        yield Finding("accuracy", wrong.facts)  # within budget, beyond FlashMLA's gate
+        findings.append(Finding("accuracy", wrong.facts))  # within budget, beyond FlashMLA's gate
+    if bool(empty.any()):
+        explained = bool(findings) and findings[0].sentence != wrong.facts  # and so are the empty rows
+        findings.insert(1 if explained else 0, _empty_row(wrong, *first(empty)))
+    yield from findings
 
 
 def _empty_row(wrong: Wrong, head: int, token: int) -> Finding:
@@ -80,8 +90,6 @@ def _empty_row(wrong: Wrong, head: int, token: int) -> Finding:
 
 
 def _filled_row(wrong: Wrong, passes: Callable[[Problem], bool], only_lse: bool) -> Finding:
-    if only_lse and wrong.result.lse is not None and bool(wrong.result.lse[~wrong.empty].isnan().all()):
-        return Finding("unwritten", f"lse was never written; {wrong.facts}")
     if answered := _other_question(wrong):
         return answered
     if only_lse:
@@ -94,15 +102,10 @@ def _filled_row(wrong: Wrong, passes: Callable[[Problem], bool], only_lse: bool)
 
 
 def _other_question(wrong: Wrong) -> Finding | None:
-    """The wrong scale or mask whose truth this is."""
-    problem = wrong.problem
-    for name, scale in problem.wrong_scales.items():
-        if scale != problem.softmax_scale and _explains(wrong, wrong.call.exact(softmax_scale=scale)):
-            return Finding("scale", f"softmax_scale {problem.softmax_scale} is not used: this is the result for {name}; {wrong.facts}")
-    for shift, words in ((-1, "one key too few"), (1, "one key too many")):
-        if _explains(wrong, wrong.call.exact(shift=shift)):
-            return Finding("mask", f"queries see {words}; {wrong.facts}")
-    return None
+    """The question whose truth this is."""
+    explained = ((kind, words) for kind, words, question in wrong.problem.questions() if _explains(wrong, wrong.call.exact(question)))
+    kind, words = next(explained, (None, ""))
+    return Finding(kind, f"{words}; {wrong.facts}") if kind else None
 
 
 def _other_reading(wrong: Wrong) -> str | None:
@@ -125,19 +128,29 @@ def _right(out: torch.Tensor, exact: Exact) -> torch.Tensor:
 
 
 def _explains(wrong: Wrong, other: Exact) -> bool:
-    """Whether another truth is what every row with keys holds."""
+    """Whether another truth is what every row with keys holds; of a call with several paths, of those that are wrong anywhere."""
     right = _right(wrong.result.out, other)
     if wrong.result.lse is not None:
         right &= budget_used(wrong.result.lse, other.lse, other.lse_allowed) <= 1
-    return bool((right | wrong.empty).all())
+    wrongs = [path for path in wrong.problem.paths if bool((wrong.bad & ~wrong.empty)[:, path].any())]
+    return all(bool((right | wrong.empty)[:, path].all()) for path in wrongs)
 
 
 def _swapped_heads(wrong: Wrong) -> str | None:
-    """Whose attention a wrong head holds, if it is another head's."""
-    head = int((wrong.out_rows & ~wrong.empty).any(1).nonzero()[0])
+    """Whose attention the wrong heads hold, if each holds that of another one; few keys make two heads alike now and then."""
+    heads = (wrong.out_rows & ~wrong.empty).any(1).nonzero().flatten().tolist()
+    for head in reversed(heads):
+        if (held := _held(wrong, head)) is None:
+            return None
+    return f"head {heads[0]} holds the attention of head {held}"
+
+
+def _held(wrong: Wrong, head: int) -> int | None:
+    """The head whose attention `head` holds."""
+    exact = wrong.exact
     for other in range(wrong.empty.shape[0]):
-        truth, allowed = wrong.exact.out[:, other], wrong.exact.out_allowed[:, other]
-        alike = bool((budget_used(wrong.exact.out[:, head], truth, allowed) < DISTINCT).all())
+        truth, allowed = exact.out[:, other], exact.out_allowed[:, other]
+        alike = bool((budget_used(exact.out[:, head], truth, allowed) < DISTINCT).all())
         if other != head and not alike and bool((budget_used(wrong.result.out[:, head], truth, allowed) <= 1).all()):
-            return f"head {head} holds the attention of head {other}"
+            return other
     return None

@@ -4,18 +4,61 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from dualmla.differential.check import Failure, Report
-from dualmla.differential.report import share, summary, used
+from dualmla.differential import repro
+from dualmla.differential.check import Failure, Report, fails
+from dualmla.differential.report import executed, notes, share, summary, used
 from dualmla.differential.verdict import Verdict
 
 MISSING = "jinja2 is not installed, which the HTML page needs; install `dualmla[check]`"
 
 PLOT_FLOOR, PLOT_CEILING = 1e-4, 1e4
 """Shares of the allowance that the page's plot shows; what is outside sits on the edge."""
+
+
+def check_destinations(*, files: dict[str, Path | None], repros: Path | None = None) -> None:
+    """Whether a report and repros can be written, before anything runs.
+
+    Arguments:
+        files: by the option that names them; that of `--html` needs jinja2.
+        repros: a directory, which need not exist yet.
+
+    Raises:
+        OSError: naming the option and what is in the way.
+        ImportError: a package is missing.
+    """
+    for option, path in files.items():
+        if path is None:
+            continue
+        if path.is_dir():
+            raise IsADirectoryError(f"{option} {path} is a directory, it must be a file to write")
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"{option} {path}: there is no directory {path.parent}")
+        _try_writing(option, path, path.parent)
+    if files.get("--html") is not None:
+        _jinja2()
+    if repros is not None:
+        repro.safetensors_torch()
+        existing = next(place for place in (repros, *repros.absolute().parents) if place.exists())
+        if not existing.is_dir():
+            raise NotADirectoryError(f"--save-failures {repros}: {existing} is not a directory")
+        _try_writing("--save-failures", repros, existing)
+
+
+def _try_writing(option: str, path: Path, directory: Path) -> None:
+    """By writing: permissions say little to root and on a file system that is read-only."""
+    try:
+        if path.is_file():
+            path.open("a").close()
+        else:
+            tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        raise type(error)(f"{option} {path} can't be written: {error.strerror}") from error
 
 
 def to_json(report: Report) -> str:
@@ -59,17 +102,24 @@ def to_html(report: Report) -> str:
     Raises:
         ImportError: jinja2 is missing.
     """
+    jinja2 = _jinja2()
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("dualmla.differential", "templates"), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    rows = sorted(report.rows, key=lambda row: (not fails(row), -used(row)))
+    template = environment.get_template("report.html")
+    known, count = notes(report), executed(report)
+    return str(
+        template.render(report=report, rows=rows, summary=summary(report), dots=_dots(report), share=share, known=known, executed=count)
+    )
+
+
+def _jinja2() -> Any:
     try:
         import jinja2
     except ImportError as error:
         raise ImportError(MISSING) from error
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("dualmla.differential", "templates"), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
-    rows = sorted(report.rows, key=lambda row: (row not in report.failed, -used(row)))
-    return environment.get_template("report.html").render(
-        report=report, rows=rows, summary=summary(report), dots=_dots(report), share=share
-    )
+    return jinja2
 
 
 def _dots(report: Report) -> list[dict[str, Any]]:
@@ -88,7 +138,8 @@ def _dots(report: Report) -> list[dict[str, Any]]:
 
 def _verdict(verdict: Verdict) -> dict[str, Any]:
     findings = [{**asdict(finding), "contract": finding.contract} for finding in verdict.findings]
-    return {**asdict(verdict), "findings": findings, "status": verdict.status}
+    execution = verdict.execution and {**asdict(verdict.execution), "instructions": verdict.execution.instructions}
+    return {**asdict(verdict), "findings": findings, "status": verdict.status, "execution": execution}
 
 
 def _failure(failure: Failure) -> dict[str, Any]:

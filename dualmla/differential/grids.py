@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -18,13 +20,15 @@ from dualmla.differential.problems import (
     Problem,
     ReplayProblem,
 )
-from dualmla.testing import QUICK_GRID, DecodeCase
-from dualmla.testing.layer import LayerCase
-from dualmla.testing.prefill import PrefillCase
+from dualmla.testing import LAYER_GRID, PREFILL_GRID, QUICK_GRID, DecodeCase, LayerCase, PrefillCase
+from dualmla.testing.timed import timed_grid
 from dualmla.validation import device_float8
 
 Draw = Callable[[], Problem]
 """Problems are drawn when their turn comes: a grid's numbers would not fit in memory together."""
+
+BUILDS = 96
+"""Kernels of a decode that the random problems of a seed draw from, before Triton's own specialisation on sizes."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -34,19 +38,7 @@ def _decodes(cases: Sequence[DecodeCase]) -> list[Draw]:
 
 
 def _quick() -> list[Draw]:
-    """`QUICK_GRID` of decodes, and the corners of the other operations."""
-    prefills = (
-        PrefillCase(query_lens=(8,)),
-        PrefillCase(num_heads=1, query_lens=(3, 0, 5), key_lens=(70, 4, 5), padding_tokens=2),
-        PrefillCase(num_heads=2, query_lens=(65, 1), key_lens=(64, 130), dtype=torch.float16, strided=True),
-        PrefillCase(num_heads=2, query_lens=(4, 7), key_lens=(9, 3), dtype=torch.float32, causal=False),
-    )
-    layers = (
-        LayerCase(seq_lens=(9, 5), query_lens=(1, 5)),
-        LayerCase(seq_lens=(5, 9), query_lens=(5, 1), page_size=1),
-        LayerCase(seq_lens=(40, 20, 33, 2), query_lens=(2, 1, 9, 2), decode_threshold=2, padding_tokens=3, page_size=3),
-        LayerCase(seq_lens=(70, 35), query_lens=(1, 3), shared_pages=2, dtype=torch.float32, strided=True),
-    )
+    """The grids of `dualmla.testing`, and the corners of the other operations."""
     replays = (
         ReplayProblem.of(LayerCase(seq_lens=(9, 5, 20), query_lens=(1, 1, 1)), 8),
         ReplayProblem.of(LayerCase(seq_lens=(40, 2), query_lens=(2, 1), page_size=1), 3),
@@ -62,8 +54,8 @@ def _quick() -> list[Draw]:
     )
     return [
         *_decodes(QUICK_GRID),
-        *(lambda case=case: PrefillProblem.draw(case) for case in prefills),
-        *(lambda case=case: LayerProblem(case) for case in layers),
+        *(lambda case=case: PrefillProblem.draw(case) for case in PREFILL_GRID),
+        *(lambda case=case: LayerProblem(case) for case in LAYER_GRID),
         *(lambda problem=problem: problem for problem in replays),
         *(lambda case=case: CacheProblem.draw(case) for case in writes),
         *(lambda case=case: MergeProblem.draw(case) for case in merges),
@@ -123,36 +115,82 @@ def _vllm() -> list[Draw]:
     return [lambda case=case: LayerProblem(case) for case in cases]  # type: ignore[misc]
 
 
-GRIDS: dict[str, Callable[[], list[Draw]]] = {"quick": _quick, "aiter": _aiter, "flashmla": _flashmla, "vllm": _vllm}
+def _peers() -> list[Draw]:
+    """The decodes that `dualmla bench --grid peers` times."""
+    cases = [timed.case for timed in timed_grid("peers", torch.device("cpu"))]
+    return _decodes([case for case in cases if isinstance(case, DecodeCase)])
+
+
+GRIDS: dict[str, Callable[[], list[Draw]]] = {"quick": _quick, "aiter": _aiter, "flashmla": _flashmla, "vllm": _vllm, "peers": _peers}
 
 
 def random_problems(seed: int, *, most_work: int = 40_000) -> Iterator[Draw]:
     """Endless random problems; the i-th depends on `seed` and i alone.
 
+    What a kernel is compiled for (`_Build`) comes from a table of `BUILDS` that the seed draws, so that thousands of problems
+    compile hundreds of kernels and not thousands; batches, lengths and numbers are drawn anew for each.
+
     Arguments:
         most_work: heads * (query tokens * keys) of a problem; the default suits Triton's interpreter.
     """
     for i in range(1 << 62):
-        yield lambda i=i: _random_problem(random.Random(f"{seed}/{i}"), most_work)  # type: ignore[misc]
+        yield lambda i=i: _random_problem(random.Random(f"{seed}/{i}"), _builds(seed), most_work)  # type: ignore[misc]
 
 
-def _random_problem(rng: random.Random, most_work: int) -> Problem:
+@dataclass(frozen=True)
+class _Build:
+    """What decides which kernel is compiled; fields as of `DecodeCase`, `float8` for its cache."""
+
+    num_heads: int
+    page_size: int
+    dtype: torch.dtype
+    float8: bool
+    causal: bool
+    strided: bool
+
+
+@functools.cache
+def _builds(seed: int) -> tuple[_Build, ...]:
+    """The table of a seed."""
+    rng = random.Random(f"{seed}/builds")
+    return tuple(
+        _Build(
+            num_heads=rng.choice((1, 2, 3, 4, 8, 16, 16, 16, 17, 32, 64, 128)),
+            page_size=rng.choice((1, 1, 3, 16, 64)),
+            dtype=rng.choice((torch.bfloat16, *DTYPES)),
+            float8=rng.random() < 0.15,
+            causal=rng.random() < 0.95,
+            strided=rng.random() < 0.15,
+        )
+        for _ in range(BUILDS)
+    )
+
+
+def _random_build(rng: random.Random, builds: Sequence[_Build], most_heads: int) -> _Build:
+    """One of at most so many heads; where none is, one of the fewest."""
+    fewest = min(build.num_heads for build in builds)
+    return rng.choice([build for build in builds if build.num_heads <= max(most_heads, fewest)])
+
+
+def _random_problem(rng: random.Random, builds: Sequence[_Build], most_work: int) -> Problem:
     kind = rng.choices(("decode", "prefill", "forward", "replay", "cache", "merge"), (68, 10, 9, 3, 5, 5))[0]
     match kind:
         case "decode":
-            return DecodeProblem.draw(_random_decode(rng, most_work))
+            return DecodeProblem.draw(_random_decode(rng, builds, most_work))
         case "prefill":
             lens = [_length(rng, 70) for _ in range(rng.randint(1, 3))]
             keys = [rng.choice((n, n, max(n - 1, 0), n + _length(rng, 130))) for n in lens]
+            work = sum(n * m for n, m in zip(lens, keys, strict=True))
+            build = _random_build(rng, builds, most_work // max(work, 1))
             return PrefillProblem.draw(
                 PrefillCase(
-                    num_heads=_heads(rng, most_work, sum(n * m for n, m in zip(lens, keys, strict=True))),
+                    num_heads=build.num_heads,
                     query_lens=tuple(lens),
                     key_lens=tuple(keys),
                     padding_tokens=rng.choice((0, 0, 3)),
-                    dtype=rng.choice(DTYPES),
-                    causal=rng.random() < 0.9,
-                    strided=rng.random() < 0.3,
+                    dtype=build.dtype,
+                    causal=build.causal,
+                    strided=build.strided,
                     seed=rng.randrange(1 << 32),
                 )
             )
@@ -217,29 +255,28 @@ def _random_problem(rng: random.Random, most_work: int) -> Problem:
             )
 
 
-def _random_decode(rng: random.Random, most_work: int) -> DecodeCase:
+def _random_decode(rng: random.Random, builds: Sequence[_Build], most_work: int) -> DecodeCase:
     lens = [_length(rng, 400) for _ in range(rng.choice((1, 1, 2, 3, 5)))]
     longest = rng.choice((1, 1, 1, 2, 4, 9))
     new = [longest if rng.random() < 0.6 else rng.randint(1, longest) for _ in lens]
-    page_size = rng.choice((1, 1, 3, 16, 64))
-    splits = rng.choice((1, 2, 3, 16)) if rng.random() < 0.2 else None
-    fp8 = rng.random() < 0.15
+    work = sum(n * (m + 64) for n, m in zip(new, lens, strict=True))
+    build = _random_build(rng, builds, most_work // max(work, 1))
     return DecodeCase(
-        num_heads=_heads(rng, most_work, sum(n * (m + 64) for n, m in zip(new, lens, strict=True))),
+        num_heads=build.num_heads,
         seq_lens=tuple(lens),
         query_lens=tuple(new),
         padding_tokens=rng.choice((0, 0, 0, 1, 4)),
-        page_size=page_size,
-        dtype=rng.choice((torch.bfloat16, *DTYPES)),
-        kv_cache_dtype=_device_fp8() if fp8 else None,
-        k_scale=rng.choice((None, 0.25, 3.0)) if fp8 else None,
+        page_size=build.page_size,
+        dtype=build.dtype,
+        kv_cache_dtype=_device_fp8() if build.float8 else None,
+        k_scale=rng.choice((None, 0.25, 3.0)) if build.float8 else None,
         softmax_scale=rng.choice((0.1352337788608801, 0.1352337788608801, 192**-0.5, 0.5)),
-        causal=rng.random() < 0.95,
-        num_kv_splits=splits,
+        causal=build.causal,
+        num_kv_splits=rng.choice((1, 2, 3, 16)) if rng.random() < 0.2 else None,
         data=rng.choice(("normal", "normal", "normal", "flashmla", "flat", "peaked", "huge", "denormal")),
-        first_page=2**31 // (576 * page_size) + 1 if rng.random() < 0.03 else 0,
+        first_page=2**31 // (576 * build.page_size) + 1 if rng.random() < 0.03 else 0,
         shared_pages=rng.choice((0, 0, 1, 2)),
-        strided=rng.random() < 0.15,
+        strided=build.strided,
         seed=rng.randrange(1 << 32),
     )
 
@@ -248,12 +285,6 @@ def _length(rng: random.Random, most: int) -> int:
     """Edges of pages and of key tiles with one more and one less, the very short, the empty, and anything."""
     edge = rng.choice((16, 32, 64, 64, 128, 192, 256)) + rng.choice((-1, 0, 1))
     return min(rng.choice((0, 1, 2, 3, edge, edge, rng.randint(1, most), rng.randint(1, most))), most)
-
-
-def _heads(rng: random.Random, most_work: int, work_a_head: int) -> int:
-    """A head count, smaller where a head is much work."""
-    wanted = rng.choice((1, 2, 3, 4, 8, 16, 16, 16, 17, 32, 64, 128))
-    return max(min(wanted, most_work // max(work_a_head, 1)), 1)
 
 
 def _device_fp8() -> torch.dtype:

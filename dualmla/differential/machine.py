@@ -33,7 +33,8 @@ def device_name(device: torch.device) -> str:
     if device.type != "cuda":
         return f"{device.type} ({platform.machine()}, {torch.get_num_threads()} threads)"
     properties = torch.cuda.get_device_properties(device)
-    arch = getattr(properties, "gcnArchName", None) or f"sm_{properties.major}{properties.minor}"
+    # on CUDA torch has a gcnArchName too: the marketing name once more
+    arch = properties.gcnArchName if torch.version.hip else f"sm_{properties.major}{properties.minor}"
     return f"{properties.name} ({arch}, {properties.total_memory / 2**30:.0f} GiB)"
 
 

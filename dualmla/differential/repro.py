@@ -68,7 +68,7 @@ def save(
     Raises:
         ImportError: safetensors is missing.
     """
-    save_file = _safetensors().save_file
+    save_file = safetensors_torch().save_file
     directory.mkdir(parents=True, exist_ok=True)
     kind = (verdict.kind or "pass").replace(" ", "-")
     stem = _unused(directory, f"{verdict.backend}-{problem.operation.replace(' ', '-')}-{kind}")
@@ -104,7 +104,7 @@ def load(path: Path) -> Repro:
         ValueError: it is not a repro of this format.
         FileNotFoundError: one of the two files is missing.
     """
-    load_file = _safetensors().load_file
+    load_file = safetensors_torch().load_file
     try:
         about = json.loads(path.with_suffix(".json").read_text())
         if about["format"] != FORMAT:
@@ -125,7 +125,12 @@ def _unused(directory: Path, stem: str) -> str:
     return f"{stem}-{number}"
 
 
-def _safetensors() -> Any:
+def safetensors_torch() -> Any:
+    """The package that repro files need.
+
+    Raises:
+        ImportError: it is missing.
+    """
     try:
         import safetensors.torch
     except ImportError as error:

@@ -7,22 +7,24 @@ On the engine's path nothing waits for the device: what a sampled call read is c
 byte limit), the second backend and the comparison run on a stream of their own, and one flag comes back whenever it is
 ready. A divergence is judged in float64 on another thread, counted, logged, and saved as a repro.
 
-A captured graph holds no code of ours. A decode that is being captured is remembered, so that its tensors stay where they
-are; `replayed` samples it right after a replay, and `watch_graphs` calls that for `DecodeGraphs`.
+A captured graph holds no code of ours. Of the decodes that are captured for a batch size, one is remembered, so that its
+tensors stay where they are; it is sampled right after a replay, which `MLAGraphState.replayed` tells of (`DecodeGraphs` calls
+it). All that a graph gets is a copy of the lengths beside it: a step may move them on before it ends.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,14 +35,11 @@ from dualmla.differential.machine import device_name, versions
 from dualmla.differential.problems import Result
 from dualmla.differential.snapshot import DecodeSeen, Snapshot, on_host
 from dualmla.differential.verdict import Finding, Verdict
-from dualmla.graph import DecodeGraphs
 from dualmla.metadata import MLAMetadata
 from dualmla.selection import backend_for_device
 from dualmla.testing import compare
 
 logger = logging.getLogger("dualmla")
-
-T = TypeVar("T")
 
 MOST_PENDING = 2
 """Snapshots alive at a time."""
@@ -63,6 +62,13 @@ class Counts:
     """By backend: divergences in which float64 found it wrong. A divergence may have none: the screen is coarser."""
 
 
+class _Captured(NamedTuple):
+    """A captured batch: of a graph state, by its buffers, and a size."""
+
+    buffers: int
+    batch_size: int
+
+
 @dataclass(frozen=True)
 class _Pending:
     """A comparison under way, or (flag None) a divergence on its way to the host."""
@@ -79,7 +85,8 @@ class Shadow:
     Arguments:
         second: the backend that runs again.
         share: of decodes to sample, 0 to 1.
-        max_bytes: most that a snapshot takes, and most that is kept from being reused within captured graphs.
+        max_bytes: most that a snapshot takes, and most that is kept from being reused within captured graphs: where more batch
+            sizes are captured than that holds a decode of, some in between are not sampled.
         per_second: most samples a second.
         save: directory for repros of divergences; None: they are counted and logged only.
         most_repros: files are not written after that many.
@@ -106,8 +113,8 @@ class Shadow:
         self._countdown = self._gap()
         self._last = -math.inf
         self._pending: list[_Pending] = []
-        self._captured: dict[int, list[DecodeSeen]] = {}
-        self._captured_bytes = 0
+        self._captured: dict[_Captured, DecodeSeen] = {}
+        self._layers: dict[_Captured, set[int]] = {}
         self._lengths: tuple[torch.Tensor, Callable[[], bool]] | None = None
         self._threads: list[threading.Thread] = []
         self._stream: torch.cuda.Stream | None = None
@@ -134,24 +141,12 @@ class Shadow:
         Watched.__name__ = Watched.__qualname__ = backend.__name__
         return Watched
 
-    def watch_graphs(self, graphs: DecodeGraphs[T], batch_sizes: Sequence[int]) -> WatchedGraphs[T]:
-        """`graphs`, captured of a watched backend at `batch_sizes`, with its replays sampled."""
-        return WatchedGraphs(self, graphs, batch_sizes)
-
     def seen(self, call: DecodeSeen) -> None:
         """A decode has run: sample it if its turn has come; remember it if it is being captured."""
-        if call.q.is_cuda and torch.cuda.is_current_stream_capturing():
-            self._captured_bytes += call.q.numel() * call.q.element_size() + call.out.numel() * call.out.element_size()
-            if self._captured_bytes <= self.max_bytes:
-                self._captured.setdefault(call.meta.num_reqs, []).append(call)
-            return
-        self._count(call)
-
-    def replayed(self, batch_size: int) -> None:
-        """A graph captured at `batch_size` requests has been replayed on the current stream, just now."""
-        calls = self._captured.get(batch_size)
-        if calls:
-            self._count(self._random.choice(calls))
+        if _being_captured(call.q):
+            self._remember(call)
+        else:
+            self._count(call)
 
     def drain(self) -> Counts:
         """Wait for every comparison, and return the counts."""
@@ -168,7 +163,35 @@ class Shadow:
         """Calls until the next sample: geometric, so that no rhythm of the engine hides anything."""
         return 1 + int(math.log(1 - self._random.random()) / math.log(1 - self.share)) if self.share < 1 else 1
 
-    def _count(self, call: DecodeSeen) -> None:
+    def _remember(self, call: DecodeSeen) -> None:
+        """One decode a captured batch, each layer as likely as the next; a cache that comes again begins another capture."""
+        buffers = call.meta.buffers
+        if buffers is None:
+            return
+        key = _Captured(id(buffers), call.meta.num_reqs)
+        if not any(key.buffers == other.buffers for other in self._layers):
+            buffers.on_replay.append(lambda batch_size: self._replayed(_Captured(key.buffers, batch_size)))
+        layers = self._layers.setdefault(key, set())
+        if call.kv_cache.data_ptr() in layers:
+            layers.clear()
+        layers.add(call.kv_cache.data_ptr())
+        if self._random.randrange(len(layers)) == 0:
+            self._captured[key] = replace(call, seq_lens=call.meta.seq_lens.clone())
+            self._thin_out()
+
+    def _thin_out(self) -> None:
+        """Within `max_bytes`: of two batch sizes that are near to each other the smaller one goes, so that all kinds are sampled."""
+        while sum(call.held_bytes for call in self._captured.values()) > self.max_bytes:
+            keys = sorted(self._captured, key=lambda key: key.batch_size)
+            steps = [larger.batch_size / smaller.batch_size for smaller, larger in itertools.pairwise(keys)]
+            del self._captured[keys[steps.index(min(steps))] if steps else keys[0]]
+
+    def _replayed(self, key: _Captured) -> None:
+        if key in self._layers:
+            self._count(self._captured.get(key))
+
+    def _count(self, call: DecodeSeen | None) -> None:
+        """A decode has run; None: one in a graph whose tensors are not kept."""
         self.counts.calls += 1
         if self._pending:
             self._collect()
@@ -181,6 +204,8 @@ class Shadow:
             self.counts.skipped["rate"] += 1
         elif len(self._pending) >= MOST_PENDING:
             self.counts.skipped["pending"] += 1
+        elif call is None:
+            self.counts.skipped["graph not kept"] += 1
         elif call.meta.num_reqs and call.meta.max_query_len:
             self._last = now
             self._sample(call)
@@ -190,7 +215,7 @@ class Shadow:
         if lengths is None:
             self.counts.skipped["lengths unknown"] += 1
             return
-        first = self._random.randrange(call.meta.num_reqs)
+        first = self._random.choice([i for i, n in enumerate(lengths) if n] or [0]) % call.meta.num_reqs
         tokens = (lengths[first] if first < len(lengths) else max(lengths)) + GROWTH
         room = self.max_bytes // max(call.request_bytes(tokens), 1)
         if room == 0:
@@ -213,7 +238,7 @@ class Shadow:
         """The lengths of a batch not long ago, for the size of a snapshot; asks for newer ones without waiting."""
         known = self._lengths[0].tolist() if self._lengths and self._lengths[1]() else None
         if self._lengths is None or known is not None:
-            lens = call.meta.seq_lens
+            lens = call.lengths
             if not lens.is_cuda:
                 return [int(n) for n in lens.tolist()]
             self._lengths = (on_host(lens), _event())
@@ -280,25 +305,8 @@ class Shadow:
                 logger.warning("shadow: saved %s", repro.save(self.save, problem, verdicts[0], device=place, made=made))
 
 
-class WatchedGraphs(Generic[T]):
-    """`DecodeGraphs` that tells a shadow of each replay."""
-
-    def __init__(self, shadow: Shadow, graphs: DecodeGraphs[T], batch_sizes: Sequence[int]) -> None:
-        self._shadow, self._graphs, self._sizes = shadow, graphs, sorted(batch_sizes)
-        self._last = 0
-
-    def replay(self, meta: MLAMetadata) -> T:
-        """As `DecodeGraphs.replay`."""
-        result = self._graphs.replay(meta)
-        self._last = next(size for size in self._sizes if size >= meta.num_reqs)
-        self._shadow.replayed(self._last)
-        return result
-
-    def replay_again(self) -> T:
-        """As `DecodeGraphs.replay_again`."""
-        result = self._graphs.replay_again()
-        self._shadow.replayed(self._last)
-        return result
+def _being_captured(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _event() -> Callable[[], bool]:

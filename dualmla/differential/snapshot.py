@@ -19,7 +19,10 @@ from dualmla.testing import SAFETY, U32, DecodeCase, DecodeValues
 
 @dataclass(frozen=True)
 class DecodeSeen:
-    """The arguments of an `MLABackend.mla_decode` that has run."""
+    """The arguments of an `MLABackend.mla_decode` that has run.
+
+    `seq_lens` are the lengths that it read, where `meta` may have been moved on since; None: those of `meta`.
+    """
 
     q: torch.Tensor
     kv_cache: torch.Tensor
@@ -30,6 +33,18 @@ class DecodeSeen:
     lse: torch.Tensor | None
     k_scale: float | torch.Tensor
     num_kv_splits: int | None
+    seq_lens: torch.Tensor | None = None
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """int32 [num_reqs] on the device."""
+        return self.meta.seq_lens if self.seq_lens is None else self.seq_lens
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that is not reused as long as this is remembered; the cache and the metadata are the engine's."""
+        own = (self.q, self.out, self.lse, self.seq_lens)
+        return sum(tensor.untyped_storage().nbytes() for tensor in own if tensor is not None)
 
     def request_bytes(self, tokens: int) -> int:
         """Most that a snapshot takes of a request of up to `tokens` tokens."""
@@ -67,7 +82,7 @@ class Snapshot:
         meta, device = seen.meta, seen.q.device
         page_size, n = meta.page_size, meta.max_query_len
         columns = min(-(-tokens // page_size), meta.block_table.shape[1])
-        lens = meta.seq_lens[window]
+        lens = seen.lengths[window]
         lens = torch.where(lens <= columns * page_size, lens, 0)
         live = torch.arange(columns, device=device) < ((lens + page_size - 1) // page_size)[:, None]
         ids = torch.where(live, meta.block_table[window, :columns], 0).flatten().long()

@@ -32,6 +32,9 @@ START_LIMIT = 120.0
 
 STDERR_LINES = 12
 
+MOST_KEPT = 1 << 30
+"""Bytes of a GPU that a child keeps between problems."""
+
 
 class WorkerFailed(RuntimeError):  # noqa: N818 - a state
     """The child could not start: the file to load fails, or the backend can't run on the device. Says why."""
@@ -45,12 +48,20 @@ class Worker:
         device: where cases run.
         load: Python files run first, such as one that calls `dualmla.register_backend`.
         limit: seconds a case may take before it counts as hanging.
+        threads: of the CPU that the child's arithmetic may use; None: as libraries choose.
 
     Use as a context manager. `name` is the backend that None or "auto" stands for, known after entering.
     """
 
-    def __init__(self, backend: str | None, device: str = "cpu", load: tuple[Path, ...] = (), limit: float = 120.0) -> None:
-        self.backend, self.device, self.load, self.limit = backend, device, load, limit
+    def __init__(
+        self,
+        backend: str | None,
+        device: str = "cpu",
+        load: tuple[Path, ...] = (),
+        limit: float = 120.0,
+        threads: int | None = None,
+    ) -> None:
+        self.backend, self.device, self.load, self.limit, self.threads = backend, device, load, limit, threads
         self.name = backend or "auto"
 
     def __enter__(self) -> Worker:
@@ -85,7 +96,7 @@ class Worker:
         self._said = 0
         self._template = subprocess.Popen(
             [sys.executable, "-X", "faulthandler", "-c", f"from dualmla.differential.worker import serve; serve({child_in}, {child_out})"],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env=self._environment(),
             pass_fds=(child_in, child_out),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -99,6 +110,10 @@ class Worker:
         except WorkerFailed:
             self._stop()
             raise
+
+    def _environment(self) -> dict[str, str]:
+        threads = {} if self.threads is None else {"OMP_NUM_THREADS": str(self.threads)}
+        return {**os.environ, **threads, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
     def _await_child(self) -> None:
         """A child is up, or can't be."""
@@ -151,6 +166,7 @@ def serve(receive: int, send: int) -> None:
 
 
 def _judge_until_closed(problems: Connection, verdicts: Connection, backend: str | None, device: str, load: tuple[Path, ...]) -> None:
+    from dualmla.differential.emulated import know
     from dualmla.differential.judge import judge
     from dualmla.selection import backend_for_device
 
@@ -160,6 +176,7 @@ def _judge_until_closed(problems: Connection, verdicts: Connection, backend: str
     try:
         for path in load:
             runpy.run_path(str(path))
+        know(backend)
         name = backend_for_device(torch.device(device), backend).name
     except Exception as error:
         _send(verdicts, ("unusable", f"{type(error).__name__}: {error}"))
@@ -167,7 +184,21 @@ def _judge_until_closed(problems: Connection, verdicts: Connection, backend: str
     _send(verdicts, ("ready", name))
     with contextlib.suppress(EOFError):
         while True:
-            _send(verdicts, ("verdict", judge(_receive(problems), name, device)))
+            verdict = judge(_receive(problems), name, device)
+            if torch.device(device).type == "cuda":
+                _tidy_gpu()
+            _send(verdicts, ("verdict", verdict))
+
+
+def _tidy_gpu() -> None:
+    """After a fault of the GPU nothing works in this process any more: it ends here, as on a CPU, and another one goes on."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        print(error, file=sys.stderr, flush=True)
+        os._exit(1)
+    if torch.cuda.memory_reserved() > MOST_KEPT:
+        torch.cuda.empty_cache()
 
 
 def _send(pipe: Connection, message: Any) -> None:

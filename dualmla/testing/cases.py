@@ -96,9 +96,10 @@ class DecodeCase:
 
     def __str__(self) -> str:
         """Short and telling: a test's id and a table's first column."""
-        parts = [f"h{self.num_heads}", f"q{_runs(self.new_tokens)}", f"kv{_runs(self.seq_lens)}", f"p{self.page_size}", _short(self.dtype)]
+        parts = [f"h{self.num_heads}", f"q{_runs(self.new_tokens)}", f"kv{_runs(self.seq_lens)}", f"p{self.page_size}"]
+        parts.append(short_dtype(self.dtype))
         if self.cache_dtype != self.dtype:
-            parts.append(f"cache-{_short(self.cache_dtype)}")
+            parts.append(f"cache-{short_dtype(self.cache_dtype)}")
         if self.data != "normal":
             parts.append(self.data)
         defaults = DecodeCase()
@@ -192,7 +193,7 @@ def lay_out_decode(values: DecodeValues, device: torch.device | str = "cpu", *, 
     q.copy_(values.q)
     out = _buffer(case, (len(q), case.num_heads, case.kv_lora_rank), case.dtype, math.nan if poison else 7.0)
     meta = decode_metadata(table, list(case.seq_lens), list(case.new_tokens), page_size=case.page_size, device=device)
-    return DecodeInputs(case, _moved(q, device), _moved(kv_cache, device), meta, _moved(out, device))
+    return DecodeInputs(case, _moved(q, device), _moved(kv_cache, device, untouched=case.first_page), meta, _moved(out, device))
 
 
 def nobodys_number(dtype: torch.dtype) -> float:
@@ -265,12 +266,14 @@ def _buffer(case: DecodeCase, shape: tuple[int, ...], dtype: torch.dtype, fill: 
     return buffer[:, : shape[1], : shape[2]]
 
 
-def _moved(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """On `device` with the same strides."""
+def _moved(tensor: torch.Tensor, device: torch.device | str, untouched: int = 0) -> torch.Tensor:
+    """On `device` with the same strides; rows below `untouched` are left as memory is."""
     if torch.device(device).type == "cpu":
         return tensor
     base = tensor._base if tensor._base is not None else tensor
-    return base.to(device).as_strided(tensor.shape, tensor.stride())
+    moved = torch.empty_like(base, device=device)
+    moved[untouched:] = base[untouched:].to(device)
+    return moved.as_strided(tensor.shape, tensor.stride())
 
 
 def _runs(lengths: tuple[int, ...]) -> str:
@@ -279,6 +282,7 @@ def _runs(lengths: tuple[int, ...]) -> str:
     return ",".join(f"{value}x{count}" if count > 1 else str(value) for value, count in runs) or "none"
 
 
-def _short(dtype: torch.dtype) -> str:
+def short_dtype(dtype: torch.dtype) -> str:
+    """As tables and ids name it: `bf16`, `e4m3fn`."""
     names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
     return names.get(dtype, str(dtype).removeprefix("torch.float8_"))

@@ -101,13 +101,14 @@ def exact_attention(
     return Exact(out, lse, out_allowed, lse_allowed, float(v.square().mean().sqrt()) if v.numel() else 0.0)
 
 
-def exact_decode(inputs: DecodeInputs, *, softmax_scale: float | None = None, shift: int = 0) -> Exact:
+def exact_decode(inputs: DecodeInputs, *, softmax_scale: float | None = None, shift: int = 0, last_page: bool = True) -> Exact:
     """The truth of a case; rows of padding are 0 and -inf, and must be so exactly.
 
     Arguments:
         inputs: a laid-out case.
         softmax_scale: another than the case's, to tell what a backend with a wrong scale computes.
         shift: as in `exact_attention`.
+        last_page: False: without the keys in each request's last page, to tell what a backend that skips it computes.
     """
     case, q = inputs.case, inputs.q
     scale = case.softmax_scale if softmax_scale is None else softmax_scale
@@ -119,7 +120,9 @@ def exact_decode(inputs: DecodeInputs, *, softmax_scale: float | None = None, sh
     for request, (new, length) in enumerate(zip(case.new_tokens, case.seq_lens, strict=True)):
         rows = latent_rows(inputs.kv_cache, inputs.meta.block_table[request], length)[:, None].double() * (case.k_scale or 1.0)
         part = slice(first, first + new)
-        exact = exact_attention(q[part], rows, rows[..., :rank], scale, causal=case.causal, dtype=case.dtype, shift=shift)
+        skipped = 0 if last_page or not length else (length - 1) % case.page_size + 1
+        rows = rows[: length - skipped]
+        exact = exact_attention(q[part], rows, rows[..., :rank], scale, causal=case.causal, dtype=case.dtype, shift=shift + skipped)
         out[part], lse[:, part] = exact.out, exact.lse
         out_allowed[part], lse_allowed[:, part] = exact.out_allowed, exact.lse_allowed
         first += new

@@ -170,7 +170,7 @@ def run_layer(inputs: LayerInputs, backend: str | None = None, **keywords: Any) 
         )
 
 
-def exact_layer(inputs: LayerInputs) -> Exact:
+def exact_layer(inputs: LayerInputs, *, softmax_scale: float | None = None, shift: int = 0) -> Exact:
     """The truth of a case as [T, H, v_head_dim], LSE included, and how far a backend may be from it.
 
     New tokens are keys as they were given, but for decodes over an fp8 cache, which see them as the cache gives them back.
@@ -185,13 +185,18 @@ def exact_layer(inputs: LayerInputs) -> Exact:
       through W_UV that is u sqrt(sum_l (o_latent_l W_UV_l)^2) and u sqrt(sum_t (w_t v_t)^2) more.
 
     Either way the projections sum L = kv_lora_rank products in fp32: (sqrt(L) + 4) u32 of the sum of their magnitudes.
+
+    Arguments:
+        inputs: a case.
+        softmax_scale: another than the case's, to tell what a backend with a wrong scale computes.
+        shift: as in `exact_attention`.
     """
     case, cfg, (tokens, _), device = inputs.case, inputs.case.config, inputs.output.shape, inputs.q.device
     w_uk, w_uv = inputs.w_uk.double(), inputs.w_uv.double()
     out = torch.zeros(tokens, cfg.num_heads, cfg.v_head_dim, dtype=torch.float64, device=device)
     lse = torch.full((cfg.num_heads, tokens), -math.inf, dtype=torch.float64, device=device)
     out_allowed, lse_allowed = torch.zeros_like(out), torch.zeros_like(lse)
-    first, scale = 0, cfg.softmax_scale
+    first, scale = 0, cfg.softmax_scale if softmax_scale is None else softmax_scale
     u = torch.finfo(cfg.dtype).eps / 2
     for request, (length, new) in enumerate(zip(case.seq_lens, case.query_lens, strict=True)):
         part = slice(first, first + new)
@@ -209,7 +214,7 @@ def exact_layer(inputs: LayerInputs) -> Exact:
         nope = cfg.qk_nope_head_dim
         q_latent = torch.cat([q[..., :nope] @ w_uk, q[..., nope:]], -1)
 
-        seen = torch.arange(length, device=device) < (length - new + 1 + torch.arange(new, device=device))[:, None]
+        seen = torch.arange(length, device=device) < (length - new + 1 + shift + torch.arange(new, device=device))[:, None]
         scores = (scale * q @ k.transpose(1, 2)).masked_fill(~seen, -math.inf)
         row_lse = torch.logsumexp(scores, -1)
         w = torch.exp(scores - torch.where(row_lse.isneginf(), 0.0, row_lse)[..., None])

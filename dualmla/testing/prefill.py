@@ -81,7 +81,7 @@ def make_prefill_inputs(case: PrefillCase, device: torch.device | str = "cpu") -
         both = torch.cat([k, v], -1)
         k, v = both[..., :qk], both[..., qk:]
         out = torch.full((len(q), heads + 1, v_dim + 16), math.nan, dtype=case.dtype, device=device)[:, :heads, :v_dim]
-    return PrefillInputs(case, q, k, v, _bounds(case.query_lens, device), _bounds(case.keys, device), out)
+    return PrefillInputs(case, q, k, v, bounds(case.query_lens, device), bounds(case.keys, device), out)
 
 
 def run_prefill(inputs: PrefillInputs, backend: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,7 +124,7 @@ def exact_prefill(inputs: PrefillInputs, *, shift: int = 0) -> Exact:
     return Exact(out, lse, out_allowed, lse_allowed, rms)
 
 
-def _bounds(lengths: tuple[int, ...], device: torch.device | str) -> torch.Tensor:
+def bounds(lengths: tuple[int, ...], device: torch.device | str) -> torch.Tensor:
     """int32 [n + 1]: 0 and the running sums."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 

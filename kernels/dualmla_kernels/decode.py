@@ -10,7 +10,7 @@ of one matrix product. For BM such rows and the keys t of a tile of BN:
 and at the end out = acc / l * k_scale, lse = (m + log2 l) ln 2. A row that has seen no key keeps m = -inf, l = 0: 0 and -inf.
 
 Programs walk the pieces of a split plan (plan.py). A request in one piece is written directly; the pieces of a split one
-are left in fp32 as out and base-2 lse, and `combine` weighs them by 2^(lse - max lse).
+are left in fp32 as out and base-2 lse, and `combine` weighs them by 2^(lse - max lse). It also writes the padding.
 
 Shapes: T tokens, H heads, D = kv_lora_rank, R = qk_rope_head_dim.
     q [T, H, D + R], kv_cache [num_pages, PAGE, D + R], block_table int32 [num_reqs, max_pages], seq_lens int32 [num_reqs],
@@ -21,12 +21,15 @@ The last dimension is dense everywhere, other strides are arguments; offsets are
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dualmla_kernels.launch import cdiv, launch, next_power_of_2
 from dualmla_kernels.numerics import LN2, LOG2E, cast, dot
@@ -181,22 +184,24 @@ def _write_piece(
 
 
 # what changes from batch to batch is no reason to compile again
-@triton.jit(do_not_specialize=["num_reqs", "num_tokens", "table_stride"])
+@triton.jit(do_not_specialize=["table_stride"])
 def _decode(
     q_ptr, kv_ptr, block_table_ptr, seq_lens_ptr, qo_indptr_ptr, pieces_of_part_ptr, pieces_ptr,
     out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, k_scale_ptr,
-    softmax_scale, k_scale, num_reqs, num_tokens, table_stride,
+    softmax_scale, k_scale, table_stride,
     q_token_stride, q_head_stride, page_stride, out_token_stride, out_head_stride, lse_head_stride, lse_token_stride,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, R_PADDED: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr, CAUSAL: tl.constexpr,
-    TILE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr, LAZY: tl.constexpr,
-    EXACT: tl.constexpr,
+    TILE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr,
+    LAZY: tl.constexpr, PDL: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Program (group, part): the pieces of `part` for rows `group * BM` on of each request.
 
     Groups come first, so that programs that read the same keys run at the same time.
     """
+    if PDL:
+        gdc_launch_dependents()  # the combine may be made ready from now on: it waits for the end of this kernel by itself
     group, part = tl.program_id(0), tl.program_id(1)
-    groups, parts = tl.num_programs(0), tl.num_programs(1)
+    groups = tl.num_programs(0)
     if k_scale_ptr is not None:
         k_scale *= tl.load(k_scale_ptr)
     c = softmax_scale * k_scale * LOG2E
@@ -247,7 +252,7 @@ def _decode(
                 m = tl.full([BM], float("-inf"), tl.float32)
                 l = tl.zeros([BM], tl.float32)
                 acc = ()
-                for i in tl.static_range(SLICES):
+                for _ in tl.static_range(SLICES):
                     acc += (tl.zeros([BM, D // SLICES], tl.float32),)
                 for t in tl.range(first_tile, end_tile, num_stages=STAGES):
                     ids = _page_ids(pages, t, on, seq_len, PAGE, BN)
@@ -258,52 +263,54 @@ def _decode(
                              lse_head_stride, lse_token_stride, D, SLICES, EXACT)  # fmt: skip
         else:
             # page ids are read a tile early: a load that waits for another load can't be pipelined as deep
-            ids = _page_ids(pages, first_tile, on, seq_len, PAGE, BN)
+            # the first, where it is one, without waiting for the length: it is live wherever there is a tile
+            ids = tl.load(pages + first_tile * BN // PAGE) if PAGE % BN == 0 else _page_ids(pages, first_tile, on, seq_len, PAGE, BN)
             whole = tl.minimum(end_tile, tl.maximum(least, 0) // BN)
             for t in tl.range(first_tile, whole, num_stages=STAGES):
                 next_ids = _page_ids(pages, t + 1, on, seq_len, PAGE, BN)
                 m, l, acc = _attend_tile(t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, c, limit, seq_len,
                                          D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, False, EXACT)  # fmt: skip
                 ids = next_ids
-            for t in tl.range(tl.maximum(first_tile, whole), end_tile, num_stages=STAGES):
-                ids = _page_ids(pages, t, on, seq_len, PAGE, BN)
-                m, l, acc = _attend_tile(t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, c, limit, seq_len,
-                                         D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, True, EXACT)  # fmt: skip
+            first_masked = tl.maximum(first_tile, whole)
+            if first_masked < end_tile:  # starting a pipeline takes its time even for no tile
+                for t in tl.range(first_masked, end_tile, num_stages=STAGES):
+                    ids = _page_ids(pages, t, on, seq_len, PAGE, BN)
+                    m, l, acc = _attend_tile(t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, c, limit, seq_len,
+                                             D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, True, EXACT)  # fmt: skip
             _write_piece(m, l, acc, slot, row, first_token + token, head, groups * BM, live, k_scale,
                          out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, out_token_stride, out_head_stride,
                          lse_head_stride, lse_token_stride, D, SLICES, EXACT)  # fmt: skip
 
-    # tokens that no request owns are padding: every row is written
-    end_token = tl.load(qo_indptr_ptr + num_reqs)
-    padding_rows = (num_tokens - end_token) * H
-    for first_pad in tl.range((part * groups + group) * BM, padding_rows, parts * groups * BM, num_stages=1):
-        pad = first_pad + tl.arange(0, BM)
-        pad_token, pad_head = (end_token + pad // H).to(tl.int64), (pad % H).to(tl.int64)
-        is_padding = pad < padding_rows
-        pad_row = out_ptr + pad_token * out_token_stride + pad_head * out_head_stride
-        for i in tl.static_range(SLICES):
-            zero = tl.zeros([BM, D // SLICES], out_ptr.dtype.element_ty)
-            tl.store(pad_row[:, None] + (i * (D // SLICES) + od)[None, :], zero, mask=is_padding[:, None])
-        if lse_ptr is not None:
-            nothing = tl.full([BM], float("-inf"), tl.float32)
-            tl.store(lse_ptr + pad_head * lse_head_stride + pad_token * lse_token_stride, nothing, mask=is_padding)
 
-
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
 def _combine(
-    partial_out_ptr, partial_lse_ptr, splits_ptr, qo_indptr_ptr, out_ptr, lse_ptr, rows,
+    partial_out_ptr, partial_lse_ptr, splits_ptr, qo_indptr_ptr, out_ptr, lse_ptr, rows, num_reqs, num_tokens,
     out_token_stride, out_head_stride, lse_head_stride, lse_token_stride,
-    H: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr, EXACT: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, split request, columns): the weighted sum of the request's pieces, BS at a time."""
+    """Program (row, split request, columns): the weighted sum of the request's pieces, BS at a time.
+
+    And what no request owns: padding tokens, shared out to all programs, are 0 and -inf.
+    """
     row, split, column = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    od, piece = column * BD + tl.arange(0, BD), tl.arange(0, BS)
+    end_token = tl.load(qo_indptr_ptr + num_reqs)
     request = tl.load(splits_ptr + 3 * split)
+    for pad in tl.range(split * tl.num_programs(0) + row, (num_tokens - end_token) * H, tl.num_programs(0) * tl.num_programs(1)):
+        pad_token, pad_head = end_token.to(tl.int64) + pad // H, tl.cast(pad % H, tl.int64)
+        tl.store(out_ptr + pad_token * out_token_stride + pad_head * out_head_stride + od, tl.zeros([BD], out_ptr.dtype.element_ty))
+        if lse_ptr is not None and column == 0:
+            tl.store(lse_ptr + pad_head * lse_head_stride + pad_token * lse_token_stride, float("-inf"))
+    if PDL:  # noqa: SIM102 - known to the compiler
+        # The plan is older than the decode and is read before it has ended. The first program waits even for nothing: if
+        # none did, this kernel, and with it what the stream runs next, could be ahead of the decode.
+        if (request >= 0) | (row + split + column == 0):
+            gdc_wait()
     if request >= 0:
         first_token = tl.load(qo_indptr_ptr + request)
         token, head = first_token + row // H, row % H
         if token < tl.load(qo_indptr_ptr + request + 1):
             first, end = tl.load(splits_ptr + 3 * split + 1), tl.load(splits_ptr + 3 * split + 2)
-            od, piece = column * BD + tl.arange(0, BD), tl.arange(0, BS)
             m = float("-inf")
             for s in tl.range(first, end, BS):
                 slot = s + piece.to(tl.int64)
@@ -338,6 +345,7 @@ class DecodeConfig:
         lazy: whether a piece is done with the maximum of its last tiles alone (`_attend_piece`); fp16 weights would overflow.
         programs: for the whole device.
         warps: of a program; waves of 64 lanes on AMD.
+        pairs: whether `decode_hopper` does it, two tiles at a time, where it can.
         options: of the compiler for AMD.
     """
 
@@ -348,7 +356,13 @@ class DecodeConfig:
     lazy: bool
     programs: int
     warps: int
+    pairs: bool = False
     options: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def tile(self) -> int:
+        """Keys that a plan never cuts."""
+        return 2 * self.block_n if self.pairs else self.block_n
 
 
 def decode_config(rows: int, dtype: torch.dtype, device: torch.device, float8: bool = False) -> DecodeConfig:
@@ -370,8 +384,8 @@ def decode_config(rows: int, dtype: torch.dtype, device: torch.device, float8: b
     if dtype == torch.float32:
         return DecodeConfig(16, 32, slices=1, stages=2, lazy=False, programs=target.processors, warps=4)
     if wide:
-        return DecodeConfig(64, 64, slices=1, stages=2, lazy=False, programs=target.processors, warps=8)
-    return DecodeConfig(16, 64, slices=1, stages=3, lazy=False, programs=target.processors, warps=8)
+        return DecodeConfig(64, 64, slices=1, stages=2, lazy=False, programs=target.processors, warps=8, pairs=target.arch == "sm_90")
+    return DecodeConfig(16, 64, slices=8, stages=3, lazy=False, programs=target.processors, warps=4)
 
 
 def _amd_config(wide: bool, dtype: torch.dtype, target: Target, float8: bool) -> DecodeConfig:
@@ -404,14 +418,14 @@ def plan_decode(
     """
     if num_kv_splits is not None:
         config = decode_config(_config_rows(num_heads, max_query_len, num_kv_splits), dtype, seq_lens.device)
-        return fixed_plan(seq_lens, splits=num_kv_splits, tile=config.block_n)
+        return fixed_plan(seq_lens, splits=num_kv_splits, tile=config.tile)
     return balanced_plan(seq_lens, plan_shape(num_heads, max_query_len, dtype, seq_lens.device))
 
 
 def plan_shape(num_heads: int, max_query_len: int, dtype: torch.dtype, device: torch.device) -> PlanShape:
     """What a balanced plan for these decodes is made for: host numbers alone, so that a captured launch stays right."""
     config = decode_config(_config_rows(num_heads, max_query_len, None), dtype, device)
-    return PlanShape(parts=max(config.programs // _groups(num_heads, max_query_len, config), 1), tile=config.block_n)
+    return PlanShape(parts=max(config.programs // _groups(num_heads, max_query_len, config), 1), tile=config.tile)
 
 
 def scratch_bytes(num_heads: int, max_query_len: int, num_reqs: int, kv_lora_rank: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -432,6 +446,28 @@ def _groups(num_heads: int, max_query_len: int, config: DecodeConfig) -> int:
 def _config_rows(num_heads: int, max_query_len: int, num_kv_splits: int | None) -> int:
     """Rows that the configuration is chosen by. A fixed split promises a row the same bits whatever else is in the batch."""
     return num_heads * (max_query_len if num_kv_splits is None else 1)
+
+
+def _combine_shape(parts: int, num_reqs: int, rank: int) -> tuple[int, int]:
+    """Pieces at a time, and columns a program, of the combine. Evidence: docs/performance.md."""
+    if parts // num_reqs > 8:  # few requests in many pieces: the columns are shared out to more programs
+        return 32, min(rank, 64)
+    return 8, rank
+
+
+def _dependent_launch(target: Target) -> bool:
+    """Whether the chip can make a kernel ready while the one before it runs (Hopper's programmatic dependent launch)."""
+    return target.platform == "cuda" and int(target.arch[3:]) >= 90
+
+
+@functools.cache
+def _hopper() -> ModuleType | None:
+    """`decode_hopper`, imported when first used; None where Triton has no Gluon."""
+    try:
+        from dualmla_kernels import decode_hopper
+    except ImportError:
+        return None
+    return decode_hopper
 
 
 def mla_decode(
@@ -473,27 +509,35 @@ def mla_decode(
         plan = plan_decode(seq_lens, num_heads=heads, max_query_len=max_query_len, dtype=q.dtype, num_kv_splits=num_kv_splits)
     device = q.device
     exact = device.type == "cpu"
+    pdl = _dependent_launch(target_of(device))
+    options = {"launch_pdl": True} if pdl else {}
     partial_rows = groups * config.block_m
     partial_out = torch.empty(plan.slots, partial_rows, rank, dtype=torch.float32, device=device)
     partial_lse = torch.empty(plan.slots, partial_rows, dtype=torch.float32, device=device)
     lse_strides = (0, 0) if lse is None else lse.stride()
     slices = max(min(config.slices, rank // 64), 1)  # a product needs 16 columns and is better off with 64
     on_device = isinstance(k_scale, torch.Tensor)
-    launch(
-        _decode, (groups, plan.parts), device,
-        q, kv_cache, block_table, seq_lens, qo_indptr, plan.pieces_of_part, plan.pieces,
-        out, lse, partial_out, partial_lse, k_scale if on_device else None,
-        softmax_scale, 1.0 if on_device else k_scale, seq_lens.shape[0], num_tokens, block_table.stride(0),
+    grid = (groups, plan.parts)
+    arguments = (
+        block_table, seq_lens, qo_indptr, plan.pieces_of_part, plan.pieces, out, lse, partial_out, partial_lse,
+        k_scale if on_device else None, softmax_scale, 1.0 if on_device else k_scale, block_table.stride(0),
+    )  # fmt: skip
+    if config.pairs and (hopper := _hopper()) and hopper.fits(q, kv_cache, rank):
+        hopper.decode_pairs(
+            grid, q, kv_cache, *arguments, out_strides=(out.stride(0), out.stride(1)), lse_strides=lse_strides, causal=causal
+        )
+    else:
+        launch(
+        _decode, grid, device, q, kv_cache, *arguments,
         q.stride(0), q.stride(1), kv_cache.stride(0), out.stride(0), out.stride(1), *lse_strides,
         H=heads, D=rank, R=rope, R_PADDED=next_power_of_2(rope), PAGE=kv_cache.shape[1], SLOT=kv_cache.stride(1), CAUSAL=causal,
         TILE=plan.tile, BM=config.block_m, BN=config.block_n, SLICES=slices, STAGES=config.stages, LAZY=config.lazy,
-        EXACT=exact, num_warps=config.warps, **config.options,
+        PDL=pdl, EXACT=exact, num_warps=config.warps, **config.options,
     )  # fmt: skip
-    # few requests in many pieces: many pieces at a time, the columns shared out to more programs
-    many = plan.parts > 8 * num_reqs
-    block_s, block_d = (32, min(rank, 64)) if many else (8, rank)
+    block_s, block_d = _combine_shape(plan.parts, num_reqs, rank)
     launch(
         _combine, (heads * max_query_len, plan.splits.shape[0], rank // block_d), device,
-        partial_out, partial_lse, plan.splits, qo_indptr, out, lse, partial_rows, out.stride(0), out.stride(1), *lse_strides,
-        H=heads, D=rank, BS=block_s, BD=block_d, EXACT=exact, num_warps=4,
+        partial_out, partial_lse, plan.splits, qo_indptr, out, lse, partial_rows, num_reqs, num_tokens,
+        out.stride(0), out.stride(1), *lse_strides,
+        H=heads, D=rank, BS=block_s, BD=block_d, PDL=pdl, EXACT=exact, num_warps=4, **options,
     )  # fmt: skip

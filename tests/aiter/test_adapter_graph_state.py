@@ -43,7 +43,7 @@ def test_a_replay_decodes_what_is_live_and_zeroes_the_rest(
     def replay() -> None:
         launch.decode(
             aiter, shape, q, case.kv_cache, captured, SCALE,
-            causal=True, out=out, lse=None, compute_units=304, captured=True,
+            causal=True, out=out, lse=None, k_scale=1.0, compute_units=304, captured=True,
         )  # fmt: skip
 
     replay()  # all padding, as while capturing

@@ -126,6 +126,7 @@ def test_outputs_and_queries_of_any_stride() -> None:
         causal=True,
         out=out,
         lse=None,
+        k_scale=1.0,
         compute_units=304,
         captured=False,
     )
@@ -159,7 +160,7 @@ def test_an_lse_that_was_promised_and_is_not_there() -> None:
     mla = stand_in.module("S6")
     run = mla.mla_decode_fwd
     described = describe(stand_in.PACKAGE, mla, "1.2.3")
-    lossy = Aiter(lambda **given: (run(**given)[0], None), described.signature, "1.2.3", None, None)
+    lossy = Aiter(lambda **given: (run(**given)[0], None), described.signature, "1.2.3", None, None, None)
     out, lse = case.buffers()
     with pytest.raises(RuntimeError, match=r"1\.2\.3 returned no LSE"):
         launch.decode(
@@ -172,6 +173,7 @@ def test_an_lse_that_was_promised_and_is_not_there() -> None:
             causal=True,
             out=out,
             lse=lse,
+            k_scale=1.0,
             compute_units=304,
             captured=False,
         )

@@ -3,8 +3,10 @@
 All are one plain attention in fp32 with one thing spoilt, so that nothing but the fault can be found.
 """
 
+import dataclasses
 import math
 import os
+import random
 import time
 from typing import ClassVar
 
@@ -189,6 +191,75 @@ class Padding(Sound):
             lse[:, n:] = -math.inf
 
 
+class Unwritten(Sound):
+    """Leaves the last head as it was where a request has several tokens."""
+
+    @classmethod
+    def mla_decode(cls, q, kv_cache, meta, softmax_scale, *, out, **rest):
+        before = out[:, -1:].clone()
+        super().mla_decode(q, kv_cache, meta, softmax_scale, out=out, **rest)
+        if meta.max_query_len > 1:
+            out[:, -1:] = before
+
+
+class NoLse(Sound):
+    """Never writes the LSE."""
+
+    @classmethod
+    def mla_decode(cls, q, kv_cache, meta, softmax_scale, *, lse, **rest):
+        super().mla_decode(q, kv_cache, meta, softmax_scale, lse=None, **rest)
+
+
+class Random(Sound):
+    """The last bit of one element differs from call to call."""
+
+    @classmethod
+    def finish(cls, out, lse):
+        if out.numel() and (value := out.view(-1)[(at := random.randrange(out.numel()))]) != 0:
+            out.view(-1)[at] = value * (1 + torch.finfo(out.dtype).eps)
+
+
+class LastPage(Sound):
+    """Skips the last page."""
+
+    @classmethod
+    def rows(cls, kv_cache, meta, request, length):
+        return super().rows(kv_cache, meta, request, max(length - 1, 0) // meta.page_size * meta.page_size)
+
+    @classmethod
+    def attend(cls, q, rows, rank, scale, dtype):
+        if len(rows):
+            return super().attend(q, rows, rank, scale, dtype)
+        return torch.zeros(len(q), rank), torch.full((len(q),), -math.inf)
+
+
+class NaNTail(Sound):
+    """Multiplies what lies behind a request's last key by a weight of 0."""
+
+    @classmethod
+    def rows(cls, kv_cache, meta, request, length):
+        pages = meta.block_table[request, : -(-length // meta.page_size)].long()
+        rows = kv_cache[pages].flatten(0, 1).float()
+        return rows[:length] + 0 * rows[length:].sum(0)
+
+
+class KScale(Sound):
+    """Takes an fp8 cache for what it holds."""
+
+    @classmethod
+    def mla_decode(cls, q, kv_cache, meta, softmax_scale, *, k_scale, **rest):
+        super().mla_decode(q, kv_cache, meta, softmax_scale, k_scale=1.0, **rest)
+
+
+class QoIndptr(Sound):
+    """Takes every request to have as many new tokens as the longest."""
+
+    @classmethod
+    def mla_decode(cls, q, kv_cache, meta, *args, **rest):
+        even = (torch.arange(meta.num_reqs + 1) * meta.max_query_len).clamp(max=meta.num_tokens).int()
+        super().mla_decode(q, kv_cache, dataclasses.replace(meta, qo_indptr=even), *args, **rest)
+
+
 class Abort(Sound):
     """Aborts on more than one query token a request."""
 
@@ -228,6 +299,13 @@ FAULTS = {
     "heads": Heads,
     "flipped": Flipped,
     "padding": Padding,
+    "unwritten": Unwritten,
+    "no-lse": NoLse,
+    "random": Random,
+    "last-page": LastPage,
+    "nan-tail": NaNTail,
+    "k-scale": KScale,
+    "qo-indptr": QoIndptr,
     "abort": Abort,
     "hang": Hang,
     "raises": Raises,

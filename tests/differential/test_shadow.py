@@ -1,5 +1,6 @@
 """Shadow mode: what is sampled, what is found, what it leaves alone."""
 
+import contextlib
 import logging
 import random
 import time
@@ -8,12 +9,12 @@ import pytest
 import torch
 
 import dualmla
+from dualmla import DecodeGraphs, MLAGraphState, advance_step
 from dualmla.backends.reference import ReferenceMLABackend
-from dualmla.differential import environment, repro
+from dualmla.differential import environment, repro, shadow
 from dualmla.differential.judge import judge
 from dualmla.differential.shadow import Shadow
 from dualmla.differential.snapshot import DecodeSeen, Snapshot
-from dualmla.graph import DecodeGraphs, MLAGraphState
 from dualmla.testing import DecodeCase, assert_bits_equal, assert_decode_agrees, make_decode_inputs
 from dualmla.testing.layer import LayerCase, make_layer_inputs
 
@@ -138,32 +139,98 @@ def test_a_second_backend_that_refuses_stops_nothing(faulty):
     assert len(watcher.counts.skipped) == 1
 
 
+class Engine:
+    """A layer of a backend, its tensors at fixed addresses, and its decode captured at some batch sizes."""
+
+    def __init__(self, backend, device, *, sizes, advance=False, num_heads=2, length=9):
+        self.case = LayerCase(seq_lens=(length, 5), query_lens=(1, 1), num_heads=num_heads)
+        self.cfg, most = self.config(num_heads), max(sizes)
+        self.inputs = make_layer_inputs(self.case, device)
+        self.layer = backend.get_impl_cls()(self.cfg, self.inputs.w_uk, self.inputs.w_uv)
+        self.advance = advance
+        self.q = torch.zeros(most, *self.inputs.q.shape[1:], dtype=self.cfg.dtype, device=device)
+        self.latents = torch.zeros(most, self.cfg.latent_dim, dtype=self.cfg.dtype, device=device)
+        self.q[:2] = self.inputs.q
+        self.latents[:2] = torch.cat([self.inputs.kv_c, self.inputs.k_pe], -1)
+        self.tokens = [torch.zeros(most, dtype=torch.int64, device=device) for _ in range(3)]
+        self.state = MLAGraphState(self.cfg, device, max_batch_size=most, max_num_pages_per_seq=64)
+        self.graphs = DecodeGraphs(self.state, sizes, self.step)
+
+    @staticmethod
+    def config(num_heads):
+        return LayerCase(seq_lens=(1,), query_lens=(1,), num_heads=num_heads).config
+
+    def step(self, meta):
+        n, rank = meta.num_tokens, self.cfg.kv_lora_rank
+        out = self.layer.forward(self.q[:n], self.latents[:n, :rank], self.latents[:n, rank:], self.inputs.kv_cache, meta)
+        if self.advance:
+            advance_step(meta, *(tensor[:n] for tensor in self.tokens))
+        return out
+
+    def replay(self):
+        return self.graphs.replay(self.inputs.meta.decode_metadata)
+
+
 def test_graphs_replay_as_before(faulty):
     """On a CPU a replay runs the step, which is sampled as any decode."""
-    case = LayerCase(seq_lens=(9, 5), query_lens=(1, 1))
-    cfg = case.config
     watcher = Shadow("reference", share=1.0, per_second=1e9)
-    outputs = []
-    for backend in (faulty["fault-sound"], watcher.watch(faulty["fault-sound"])):
-        inputs = make_layer_inputs(case)
-        layer = backend.get_impl_cls()(cfg, inputs.w_uk, inputs.w_uv)
-        rows = torch.zeros(4, *inputs.q.shape[1:], dtype=cfg.dtype)
-        latents = torch.zeros(4, cfg.latent_dim, dtype=cfg.dtype)
-        rows[:2] = inputs.q
-        latents[:2] = torch.cat([inputs.kv_c, inputs.k_pe], -1)
-
-        def step(meta, layer=layer, rows=rows, latents=latents, inputs=inputs):
-            n, rank = meta.num_tokens, cfg.kv_lora_rank
-            return layer.forward(rows[:n], latents[:n, :rank], latents[:n, rank:], inputs.kv_cache, meta)
-
-        graphs = DecodeGraphs(MLAGraphState(cfg, "cpu", max_batch_size=4, max_num_pages_per_seq=8), [4], step)
-        if outputs:
-            graphs = watcher.watch_graphs(graphs, [4])
-        outputs.append(graphs.replay(inputs.meta.decode_metadata))
-    torch.testing.assert_close(outputs[1], outputs[0], atol=2e-2, rtol=2e-2)  # matrix products on a CPU depend on alignment
+    backends = faulty["fault-sound"], watcher.watch(faulty["fault-sound"])
+    plain, watched = (Engine(backend, "cpu", sizes=[4]).replay() for backend in backends)
+    torch.testing.assert_close(watched, plain, atol=2e-2, rtol=2e-2)  # matrix products on a CPU depend on alignment
     counts = watcher.drain()
     assert counts.sampled >= 1
     assert counts.diverged == 0
+
+
+@pytest.mark.parametrize("fault", ["fault-sound", "fault-scale"])
+def test_what_was_captured_is_sampled_after_each_replay(faulty, monkeypatch, fault, tmp_path):
+    """As on a GPU, where no code of ours runs in a replay: every decode counts as being captured. The step moves the batch on."""
+    monkeypatch.setattr(shadow, "_being_captured", lambda tensor: True)
+    watcher = Shadow("reference", share=1.0, per_second=1e9, save=tmp_path)
+    engine = Engine(watcher.watch(faulty[fault]), "cpu", sizes=[4, 2], advance=True)
+    assert watcher.counts.calls == 0
+    for _ in range(3):
+        engine.replay()
+    counts = watcher.drain()
+    assert (counts.calls, counts.sampled) == (3, 3)
+    assert counts.diverged == (3 if fault == "fault-scale" else 0)
+    for path in tmp_path.glob("*.json"):
+        assert repro.load(path).problem.case.seq_lens in ((9,), (5,), (9, 5))  # as the decode read them, not as the step left them
+
+
+def test_replays_are_sampled_by_the_variable_alone(faulty, monkeypatch, tmp_path):
+    monkeypatch.setattr(environment.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(environment, "_from_environment", {})
+    monkeypatch.setattr(shadow, "_being_captured", lambda tensor: True)
+    monkeypatch.setattr(environment, "_second", lambda backend, device: "reference")
+    monkeypatch.setenv("DUALMLA_SHADOW", "1")
+    engine = Engine(dualmla.select_backend(Engine.config(2), "cpu", "fault-scale"), "cpu", sizes=[2])
+    engine.replay()
+    (told,) = engine.state._buffers.on_replay
+    deadline = time.monotonic() + 20
+    while not list((tmp_path / "dualmla-shadow").glob("*.safetensors")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+        told(1)  # a batch size that was not captured is no decode
+    assert repro.load(next((tmp_path / "dualmla-shadow").glob("*.safetensors"))).backend == "fault-scale"
+
+
+def test_within_graphs_memory_is_bounded_and_sizes_are_spread(faulty, monkeypatch):
+    """Of ten sizes as many as fit are kept, the largest and small ones among them, one layer each."""
+    monkeypatch.setattr(shadow, "_being_captured", lambda tensor: True)
+    row = 2 * (576 + 512) * 2 + 4
+    watcher = Shadow("reference", share=1.0, per_second=1e9, max_bytes=row * 24)
+    engine = Engine(watcher.watch(faulty["fault-sound"]), "cpu", sizes=range(1, 11))
+    with engine.state.graph_capture(10):
+        for size in range(10, 0, -1):  # on a CPU nothing is captured until a replay
+            engine.step(engine.state.graph_capture_get_metadata_for_batch(size))
+    kept = [key.batch_size for key in watcher._captured]
+    assert sum(call.held_bytes for call in watcher._captured.values()) <= row * 24
+    assert max(kept) == 10
+    assert min(kept) == 1
+    assert len(kept) >= 4
+    lost = next(size for size in range(1, 11) if size not in kept)
+    engine.state.replayed(lost)
+    assert watcher.counts.skipped == {"graph not kept": 1}
 
 
 def test_the_environment_turns_it_on(monkeypatch, faulty, tmp_path):
@@ -203,9 +270,9 @@ def test_a_call_that_is_not_sampled_costs_little():
     assert min(seconds(watched) for _ in range(3)) - min(seconds(Nothing) for _ in range(3)) < 20e-6
 
 
-@pytest.mark.gpu
-def test_on_a_gpu_eager_and_replayed_decodes_are_sampled_without_a_wait(faulty, tmp_path):
-    """A wrong layer over Triton, eager and in a graph: no sync on the engine's path, divergences found in both."""
+@pytest.fixture(scope="module")
+def halved(faulty):
+    """Triton with a wrong factor."""
 
     class Halved(faulty["triton"]):
         name = "halved"
@@ -219,32 +286,66 @@ def test_on_a_gpu_eager_and_replayed_decodes_are_sampled_without_a_wait(faulty, 
             super().mla_decode(q, kv_cache, meta, softmax_scale, out=out, **rest)
             out.mul_(0.5)
 
-    case = LayerCase(seq_lens=(300, 70), query_lens=(1, 1), num_heads=16)
-    cfg = case.config
-    watcher = Shadow("triton", share=1.0, per_second=1e9, save=tmp_path)
-    backend = watcher.watch(Halved)
-    inputs = make_layer_inputs(case, "cuda")
-    layer = backend.get_impl_cls()(cfg, inputs.w_uk, inputs.w_uv)
-    arguments = (inputs.q, inputs.kv_c, inputs.k_pe, inputs.kv_cache)
-    layer.forward(*arguments, inputs.meta, output=inputs.output)  # compiled, and the lengths asked for
+    dualmla.register_backend("halved", Halved)
+    return Halved
+
+
+@contextlib.contextmanager
+def no_waiting():
+    """Within, a wait for the device is an error; work that is under way goes on."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for _ in range(3):
-            layer.forward(*arguments, inputs.meta, output=inputs.output)
+        yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    eager = watcher.drain()
-    assert eager.diverged >= 1
-    assert eager.wrong["halved"] == eager.diverged
-
-    def step(meta):
-        return layer.forward(*arguments, meta, output=inputs.output)
-
-    graphs = watcher.watch_graphs(DecodeGraphs(MLAGraphState(cfg, "cuda", max_batch_size=2, max_num_pages_per_seq=64), [2], step), [2])
-    before = watcher.drain().diverged
-    for _ in range(4):
-        graphs.replay(inputs.meta.decode_metadata)
         torch.cuda.synchronize()
-    assert watcher.drain().diverged > before
-    assert list(tmp_path.glob("*.safetensors"))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_eager_and_replayed_decodes_are_sampled_without_a_wait(halved, tmp_path):
+    """A wrong layer over Triton: no sync on the engine's path, divergences found in both ways, and repros that are true."""
+    for graphs in (False, True):
+        save = tmp_path / str(graphs)
+        watcher = Shadow("triton", share=1.0, per_second=1e9, save=save)
+        engine = Engine(watcher.watch(halved), "cuda", sizes=[2, 4], advance=True, num_heads=16, length=300)
+        call = engine.replay if graphs else lambda engine=engine: engine.step(engine.inputs.meta)
+        engine.advance = graphs
+        call()  # the lengths are asked for
+        call()
+        watcher.drain()
+        before = watcher.counts.diverged
+        with no_waiting():
+            for _ in range(3):
+                call()
+        counts = watcher.drain()
+        assert counts.diverged > before, counts
+        assert counts.wrong == {"halved": counts.diverged}, counts
+        lengths = {repro.load(path).problem.case.seq_lens for path in save.glob("*.json")}
+        assert lengths <= {(300,), (5,), (300, 5)}, lengths
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_variable_alone_samples_replays_and_is_never_wrong(monkeypatch, tmp_path, halved):
+    """A sound backend agrees in every replay, a wrong one is found in every one; captures and what they give stay as they were."""
+    monkeypatch.setattr(environment.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(environment, "_from_environment", {})
+    monkeypatch.setattr(environment, "_second", lambda backend, device: "triton")
+    made = []
+    monkeypatch.setattr(environment, "Shadow", lambda second, **rest: made.append(Shadow(second, per_second=1e9, **rest)) or made[-1])
+    plain = Engine(dualmla.select_backend(Engine.config(16), "cuda", "triton"), "cuda", sizes=[2, 4], num_heads=16, length=300)
+    want = plain.replay().clone()
+    monkeypatch.setenv("DUALMLA_SHADOW", "1")
+    for name in ("triton", "halved"):
+        backend = dualmla.select_backend(Engine.config(16), "cuda", name)
+        watcher = made[-1]
+        engine = Engine(backend, "cuda", sizes=[2, 4], num_heads=16, length=300)
+        for _ in range(20):
+            got = engine.replay()
+            torch.cuda.synchronize()
+            watcher.drain()
+        counts = watcher.counts
+        assert counts.sampled >= 19, counts  # of the first the lengths were asked for
+        assert counts.diverged == (0 if name == "triton" else counts.sampled), counts
+        if name == "triton":
+            assert_bits_equal(got, want)

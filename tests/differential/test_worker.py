@@ -40,3 +40,35 @@ def test_the_name_behind_the_policy_is_known(monkeypatch):
 def test_a_backend_that_does_not_exist():
     with pytest.raises(WorkerFailed, match="must be one of auto, aiter"), Worker("tritn"):
         pass
+
+
+FAULTING = """
+import torch
+import dualmla
+from dualmla.backends.triton import TritonMLABackend
+
+
+class Faulting(TritonMLABackend):
+    name = "fault-gpu"
+
+    @classmethod
+    def mla_decode(cls, q, kv_cache, meta, *args, **rest):
+        super().mla_decode(q, kv_cache, meta, *args, **rest)
+        if meta.max_query_len > 1:
+            torch.arange(3, device=q.device)[meta.seq_lens.long() + 1000]  # asserts on the device: every later call of the process fails
+
+
+dualmla.register_backend("fault-gpu", Faulting)
+"""
+
+
+@pytest.mark.gpu
+def test_a_fault_of_the_gpu_costs_its_case_alone(tmp_path):
+    path = tmp_path / "faulting.py"
+    path.write_text(FAULTING)
+    with Worker("fault-gpu", "cuda", load=(path,)) as worker:
+        assert worker.judge(FINE).status == "pass"
+        verdict = worker.judge(FATAL)
+        assert verdict.kind == "crash", verdict
+        assert "device-side assert" in verdict.findings[0].sentence
+        assert worker.judge(FINE).status == "pass"

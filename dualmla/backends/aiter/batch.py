@@ -57,13 +57,7 @@ def tell(meta: MLAMetadata, shape: LaunchShape, num_tokens: int, *, causal: bool
     """
     if meta.exact and meta.max_query_len == 1 and meta.num_tokens == meta.num_reqs == num_tokens and not captured:
         return Batch(meta.qo_indptr.contiguous(), *_keys(meta), 1, meta.seq_lens)
-    row = torch.arange(num_tokens, dtype=torch.int32, device=meta.device)
-    past = torch.searchsorted(meta.qo_indptr[1:], row, right=True, out_int32=True)
-    request = past.clamp(max=meta.num_reqs - 1)
-    seen = meta.seq_lens[request]
-    if causal:
-        seen = seen - (meta.qo_indptr[request + 1] - row - 1)
-    seen = torch.where(past < meta.num_reqs, seen, 0).clamp(min=0)
+    request, seen = rows_of(meta, num_tokens, causal=causal)
     if meta.max_query_len == 1:
         one_each = torch.arange(meta.num_reqs + 1, dtype=torch.int32, device=meta.device)
         # a request without a row asks for the next one's, and nobody looks at the answer
@@ -74,6 +68,17 @@ def tell(meta: MLAMetadata, shape: LaunchShape, num_tokens: int, *, causal: bool
     kv_indptr = _indptr(seen, meta)
     one_each = torch.arange(num_tokens + 1, dtype=torch.int32, device=meta.device)
     return Batch(one_each, kv_indptr, _slots(meta, request, kv_indptr), 1, seen)
+
+
+def rows_of(meta: MLAMetadata, num_tokens: int, *, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """int32 [T] twice: the request of each of `num_tokens` query rows, and how many keys the row sees; 0 for rows of padding."""
+    row = torch.arange(num_tokens, dtype=torch.int32, device=meta.device)
+    past = torch.searchsorted(meta.qo_indptr[1:], row, right=True, out_int32=True)
+    request = past.clamp(max=meta.num_reqs - 1)
+    seen = meta.seq_lens[request]
+    if causal:
+        seen = seen - (meta.qo_indptr[request + 1] - row - 1)
+    return request, torch.where(past < meta.num_reqs, seen, 0).clamp(min=0)
 
 
 def _keys(meta: MLAMetadata) -> tuple[torch.Tensor, torch.Tensor]:

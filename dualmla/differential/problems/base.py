@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -11,12 +12,34 @@ import torch
 from dualmla.differential.verdict import Kind
 from dualmla.testing import Exact
 
+DEEPSEEK_SCALES = {"192 ** -0.5, from DeepSeek's head": 192**-0.5, "576 ** -0.5, from DeepSeek's latent row": 576**-0.5, "1": 1.0}
+"""Scales that a faulty backend might have hard-coded, by what they are."""
+
 
 class Result(NamedTuple):
     """What a backend returned: out [T, H, D_v] and lse fp32 [H, T]; lse None where the operation has none."""
 
     out: torch.Tensor
     lse: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a call might have been asked instead. A wrong result that is the truth of another question names its fault.
+
+    Attributes:
+        softmax_scale: None: the call's own.
+        shift: keys that each query sees beyond its causal limit.
+        last_page: False: without the keys in each request's last page.
+    """
+
+    softmax_scale: float | None = None
+    shift: int = 0
+    last_page: bool = True
+
+
+ASKED = Question()
+"""What was asked."""
 
 
 class Call(Protocol):
@@ -30,8 +53,8 @@ class Call(Protocol):
         """
         ...
 
-    def exact(self, *, softmax_scale: float | None = None, shift: int = 0) -> Exact:
-        """The truth; with another scale or a mask off by `shift`, what a backend with that fault would compute."""
+    def exact(self, question: Question = ASKED) -> Exact:
+        """The truth of a question, by default of the one that was asked; what an operation does not know is left out of account."""
         ...
 
 
@@ -74,6 +97,24 @@ class Problem(ABC):
     def wrong_scales(self) -> dict[str, float]:
         """Scales that a faulty backend might use, by what they are."""
         return {}
+
+    @property
+    def paths(self) -> Sequence[slice]:
+        """Tokens that go through the same kernels: a fault may be in those of one path alone."""
+        return (slice(None),)
+
+    def questions(self) -> Iterator[tuple[Kind, str, Question]]:
+        """(kind of failure, sentence, question): a result that answers the question has failed in that way."""
+        for name, scale in self.wrong_scales.items():
+            if scale != self.softmax_scale:
+                yield (
+                    "scale",
+                    f"softmax_scale {self.softmax_scale} is not used: this is the result for {name}",
+                    Question(softmax_scale=scale),
+                )
+        if self.softmax_scale is not None:
+            yield "mask", "queries see one key too few", Question(shift=-1)
+            yield "mask", "queries see one key too many", Question(shift=1)
 
     def alternatives(self) -> Iterator[tuple[Kind, str, Problem]]:
         """(kind of failure, sentence, problem): if the problem passes where this one fails, the failure is of that kind."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dualmla.differential.problems.base import Problem, Result
+from dualmla.differential.problems.base import ASKED, Problem, Question, Result
 from dualmla.differential.problems.fields import from_fields, to_fields
 from dualmla.ops import concat_and_cache_mla
 from dualmla.testing import SAFETY, Exact, poisoned_allocations
@@ -133,7 +133,7 @@ class CacheCall:
             concat_and_cache_mla(self.kv_c, self.k_pe, self.kv_cache, self.slots, k_scale=self.case.k_scale, backend=backend)
         return Result(self.kv_cache.flatten(0, 1)[:, None].float(), None)
 
-    def exact(self, *, softmax_scale: float | None = None, shift: int = 0) -> Exact:
+    def exact(self, question: Question = ASKED) -> Exact:
         """Rows as the cache's dtype can hold them; one rounding is allowed where it is not the rows' own, none elsewhere."""
         cache_dtype = self.kv_cache.dtype
         want: torch.Tensor = self._before.flatten(0, 1).clone()  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dualmla.backends.base import BackendUnavailable
-from dualmla.differential.problems.base import Problem, Result
+from dualmla.differential.problems.base import ASKED, DEEPSEEK_SCALES, Problem, Question, Result
 from dualmla.differential.problems.fields import from_fields, to_fields
 from dualmla.differential.verdict import Kind
 from dualmla.testing import DecodeCase, DecodeInputs, DecodeValues, Exact, draw_decode_values, exact_decode, lay_out_decode, run_decode
@@ -44,10 +44,8 @@ class DecodeProblem(Problem):
         case = self.case
         return {
             f"{case.latent_dim} ** -0.5, from the latent row": case.latent_dim**-0.5,
-            "192 ** -0.5, from DeepSeek's head": 192**-0.5,
-            "576 ** -0.5, from DeepSeek's latent row": 576**-0.5,
             f"{case.kv_lora_rank} ** -0.5, from kv_lora_rank": case.kv_lora_rank**-0.5,
-            "1": 1.0,
+            **DEEPSEEK_SCALES,
         }
 
     @property
@@ -70,11 +68,19 @@ class DecodeProblem(Problem):
     def lay_out(self, device: torch.device | str, *, poison: bool) -> DecodeCall:
         return DecodeCall(lay_out_decode(self.values, device, poison=poison))
 
+    def questions(self) -> Iterator[tuple[Kind, str, Question]]:
+        yield from super().questions()
+        yield "accuracy", "the last page of each request is not read", Question(last_page=False)
+
     def alternatives(self) -> Iterator[tuple[Kind, str, DecodeProblem]]:
         if self.case.first_page:
             yield "indices", "right with the same rows at the cache's start, wrong past 2^31 elements", self._with(first_page=0)
         if self.case.num_kv_splits not in (None, 1):
             yield "splits", f"right with num_kv_splits=1, wrong with {self.case.num_kv_splits}", self._with(num_kv_splits=1)
+        if self.case.k_scale not in (None, 1.0):
+            yield "accuracy", f"right with k_scale=1, wrong with {self.case.k_scale}", self._with(k_scale=None)
+        if max(self.case.new_tokens, default=0) > 1:
+            yield "accuracy", f"right with one new token a request, wrong with {list(self.case.new_tokens)}", self._last_tokens(1)
 
     def alone(self) -> Iterator[tuple[slice, DecodeProblem]]:
         """With fixed splits, each request by itself and its tokens in the batch: the same bits are promised."""
@@ -152,8 +158,12 @@ class DecodeProblem(Problem):
         longest = max(self.case.new_tokens, default=0)
         for most in {1, longest // 2, longest - 1} - {0, longest}:
             if 0 < most < longest:
-                q = [self.values.q[first + max(new - most, 0) : first + new] for first, new in self._spans()]
-                yield self._rebuilt(q, self._rows(), self.case.padding_tokens)
+                yield self._last_tokens(most)
+
+    def _last_tokens(self, most: int) -> DecodeProblem:
+        """Each request with so many new tokens at most, its last ones."""
+        q = [self.values.q[first + max(new - most, 0) : first + new] for first, new in self._spans()]
+        return self._rebuilt(q, self._rows(), self.case.padding_tokens)
 
     def _plainer_numbers(self) -> Iterator[DecodeProblem]:
         """Integers, then zeros."""
@@ -180,8 +190,8 @@ class DecodeCall:
         except BackendUnavailable:
             return Result(*run_decode(replace(self.inputs, case=replace(self.inputs.case, return_lse=False)), backend))
 
-    def exact(self, *, softmax_scale: float | None = None, shift: int = 0) -> Exact:
-        return exact_decode(self.inputs, softmax_scale=softmax_scale, shift=shift)
+    def exact(self, question: Question = ASKED) -> Exact:
+        return exact_decode(self.inputs, softmax_scale=question.softmax_scale, shift=question.shift, last_page=question.last_page)
 
 
 def _parts(items: list[int]) -> Iterator[list[int]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from dualmla.differential.problems.base import Problem, Result
+from dualmla.differential.problems.base import ASKED, DEEPSEEK_SCALES, Problem, Question, Result
 from dualmla.differential.problems.fields import from_fields, to_fields
 from dualmla.testing import Exact
 from dualmla.testing.layer import LayerCase, LayerInputs, exact_layer, make_layer_inputs, run_layer
@@ -31,12 +32,18 @@ class LayerProblem(Problem):
         return sum(self.case.query_lens)
 
     @property
+    def paths(self) -> Sequence[slice]:
+        """The decodes and the prefills."""
+        first = sum(itertools.takewhile(lambda new: new <= self.case.decode_threshold, self.case.query_lens))
+        return (slice(0, first), slice(first, self.tokens))
+
+    @property
     def softmax_scale(self) -> float:
         return self.case.softmax_scale
 
     @property
     def wrong_scales(self) -> dict[str, float]:
-        return {"192 ** -0.5, from DeepSeek's head": 192**-0.5, "576 ** -0.5, from DeepSeek's latent row": 576**-0.5, "1": 1.0}
+        return DEEPSEEK_SCALES
 
     def lay_out(self, device: torch.device | str, *, poison: bool) -> LayerCall:
         inputs = make_layer_inputs(self.case, device)
@@ -87,8 +94,5 @@ class LayerCall:
         out = run_layer(self.inputs, backend)
         return Result(out.view(len(out), self.inputs.case.num_heads, -1), None)
 
-    def exact(self, *, softmax_scale: float | None = None, shift: int = 0) -> Exact:
-        case = self.inputs.case
-        if softmax_scale is None:
-            return exact_layer(self.inputs)
-        return exact_layer(replace(self.inputs, case=replace(case, softmax_scale=softmax_scale)))
+    def exact(self, question: Question = ASKED) -> Exact:
+        return exact_layer(self.inputs, softmax_scale=question.softmax_scale, shift=question.shift)

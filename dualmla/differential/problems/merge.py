@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dualmla.differential.problems.base import Problem, Result
+from dualmla.differential.problems.base import ASKED, Problem, Question, Result
 from dualmla.differential.problems.fields import from_fields, to_fields
 from dualmla.ops import merge_attn_states
 from dualmla.testing import SAFETY, U32, Exact, poisoned_allocations
@@ -115,7 +115,7 @@ class MergeCall:
         with poisoned_allocations():
             return Result(*merge_attn_states(self.out_a, self.lse_a, self.out_b, self.lse_b, out=self.out, backend=backend))
 
-    def exact(self, *, softmax_scale: float | None = None, shift: int = 0) -> Exact:
+    def exact(self, question: Question = ASKED) -> Exact:
         """With weights w = exp(lse_part - lse): fp32 errs in each exponent by u32 times its size, in all else by a few u32."""
         dtype = self.out.dtype
         lses = torch.stack([self.lse_a, self.lse_b]).double()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dualmla.differential.problems.base import Problem, Result
+from dualmla.differential.problems.base import ASKED, DEEPSEEK_SCALES, Problem, Question, Result
 from dualmla.differential.problems.fields import from_fields, to_fields
 from dualmla.testing import Exact
 from dualmla.testing.prefill import PrefillCase, PrefillInputs, exact_prefill, make_prefill_inputs, run_prefill
@@ -47,7 +47,7 @@ class PrefillProblem(Problem):
     @property
     def wrong_scales(self) -> dict[str, float]:
         dim = self.case.qk_head_dim
-        return {f"{dim} ** -0.5, from the head": dim**-0.5, "576 ** -0.5, from DeepSeek's latent row": 576**-0.5, "1": 1.0}
+        return {f"{dim} ** -0.5, from the head": dim**-0.5, **DEEPSEEK_SCALES}
 
     def lay_out(self, device: torch.device | str, *, poison: bool) -> PrefillCall:
         inputs = make_prefill_inputs(self.case, device)
@@ -112,7 +112,7 @@ class PrefillCall:
     def run(self, backend: str | None) -> Result:
         return Result(*run_prefill(self.inputs, backend))
 
-    def exact(self, *, softmax_scale: float | None = None, shift: int = 0) -> Exact:
+    def exact(self, question: Question = ASKED) -> Exact:
         case = self.inputs.case
-        scale = case.softmax_scale if softmax_scale is None else softmax_scale
-        return exact_prefill(replace(self.inputs, case=replace(case, softmax_scale=scale)), shift=shift)
+        scale = case.softmax_scale if question.softmax_scale is None else question.softmax_scale
+        return exact_prefill(replace(self.inputs, case=replace(case, softmax_scale=scale)), shift=question.shift)

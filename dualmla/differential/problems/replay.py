@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dualmla.differential.problems.base import Problem, Result
+from dualmla.differential.problems.base import ASKED, DEEPSEEK_SCALES, Problem, Question, Result
 from dualmla.differential.problems.fields import from_fields, to_fields
 from dualmla.graph import DecodeGraphs, MLAGraphState
 from dualmla.metadata import MLAMetadata, MLAMetadataBuilder
@@ -53,6 +53,14 @@ class ReplayProblem(Problem):
     @property
     def tokens(self) -> int:
         return sum(self.case.query_lens[:-1])
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.case.softmax_scale
+
+    @property
+    def wrong_scales(self) -> dict[str, float]:
+        return DEEPSEEK_SCALES
 
     def lay_out(self, device: torch.device | str, *, poison: bool) -> ReplayCall:
         inputs = make_layer_inputs(self.case, device)
@@ -119,8 +127,8 @@ class ReplayCall:
             out = graphs.replay(builder.build(meta.block_table[fewer], meta.seq_lens[fewer], list(case.query_lens[fewer])))
         return Result(out.view(len(out), case.num_heads, -1), None)
 
-    def exact(self, *, softmax_scale: float | None = None, shift: int = 0) -> Exact:
-        exact = exact_layer(self.inputs)
+    def exact(self, question: Question = ASKED) -> Exact:
+        exact = exact_layer(self.inputs, softmax_scale=question.softmax_scale, shift=question.shift)
         for tensor in (exact.out, exact.out_allowed):
             tensor[self.tokens :] = 0.0
         exact.lse[:, self.tokens :] = -torch.inf
