@@ -395,8 +395,10 @@ def _amd_config(wide: bool, dtype: torch.dtype, target: Target, float8: bool) ->
     make gfx942, which can't read LDS transposed, fetch values by two bytes.
     """
     lazy, programs = dtype != torch.float16, target.processors
-    # kpack: two steps of a product are read from LDS at once. CDNA4 has products of twice the depth instead
-    options = {"matrix_instr_nonkdim": 16, "kpack": 1 if target.arch == "gfx950" or dtype == torch.float32 or wide else 2, "waves_per_eu": 1}
+    # kpack: two steps of a product are read from LDS at once, which Triton 3.6 has no registers for beside 64 rows. CDNA4 has
+    # products of twice the depth instead. With one wave to a SIMD the compiler may use all registers, which it does not always know
+    two_steps = target.arch != "gfx950" and dtype != torch.float32 and not wide
+    options = {"matrix_instr_nonkdim": 16, "kpack": 2 if two_steps else 1, "waves_per_eu": 1}
     if dtype == torch.float32:
         return DecodeConfig(16, 16, slices=4, stages=1, lazy=lazy, programs=programs, warps=4, options=options)
     if wide:
