@@ -245,7 +245,7 @@ def _decode(
         if LAZY:
             m, l, acc, far = _attend_piece(first_tile, end_tile, least, q, q_rope, m, l, acc, pages, kv_ptr, page_stride, c, limit, seq_len,
                                            D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, STAGES, EXACT)  # fmt: skip
-            _write_piece(m, l, acc, slot, row, first_token + token, head, groups * BM, live & (far == 0), k_scale,
+            _write_piece(m, l, acc, slot, row, first_token + token, head, groups * BM, tl.where(far > 0, 0, live) != 0, k_scale,
                          out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, out_token_stride, out_head_stride,
                          lse_head_stride, lse_token_stride, D, SLICES, EXACT)  # fmt: skip
             if far > 0:
