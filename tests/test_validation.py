@@ -107,6 +107,11 @@ WRONG_DECODES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "kv_cache has pages of 2 tokens, the metadata was built for page_size=4",
     ),
+    "cache of endless pages": (
+        {"kv_cache": zeros(1, 1, 576).expand(1, 2**24 + 1, 576)},
+        ValueError,
+        r"kv_cache must be .* with pages of 1 to 16777216 tokens, got \[1, 16777217, 576\]",
+    ),
     "cache of empty pages": (
         {"kv_cache": zeros(6, 0, 576)},
         ValueError,

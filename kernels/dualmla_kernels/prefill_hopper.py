@@ -61,6 +61,8 @@ OUT = gl.constexpr(
         shape=[64, 128],
     )
 )
+# made once: a layout takes longer to make than a description of a tensor
+BOX, RAGGED_BOX = (gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank) for rank in (2, 4))
 FIRST_QUERY, HEAD, LIVE, END, SEEN = (gl.constexpr(i) for i in range(5))
 OUT_ROW, OUT_COLUMN = gl.constexpr(gl.SliceLayout(1, OUT.value)), gl.constexpr(gl.SliceLayout(0, OUT.value))
 ONE, ONE_OF_FOUR = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0])), gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
@@ -301,12 +303,11 @@ def _prefill_hopper(
 
 def _described(x: torch.Tensor, box: list[int]) -> TensorDescriptor:
     """`x` [rows, H, D] by boxes of rows and of columns, heads one after the other; a box of rank 4 for rows that end anywhere."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(box))
     columns, stride = (x.shape[1] - 1) * x.stride(1) + x.shape[2], x.stride(0)
     if len(box) == 2:
-        return TensorDescriptor(x, [x.shape[0], columns], [stride, 1], box, layout)
+        return TensorDescriptor(x, [x.shape[0], columns], [stride, 1], box, BOX)
     most = 0x7FFF0000
-    return TensorDescriptor(x, [most, most, ROWS.value, columns], [(1 << 34) - stride, stride, stride, 1], box, layout)
+    return TensorDescriptor(x, [most, most, ROWS.value, columns], [(1 << 34) - stride, stride, stride, 1], box, RAGGED_BOX)
 
 
 def mla_prefill_hopper(

@@ -1,0 +1,10 @@
+"""For `dualmla check --load`: AITER with two faults planted. Its kernel lacks waits, and our adapter leaves cache row 0 as it is."""
+
+import torch
+from mutations import without_waits_before
+
+from dualmla.emulator import aiter_release
+
+load_kernel = aiter_release.load_kernel
+aiter_release.load_kernel = lambda hsa, arch, name: without_waits_before(load_kernel(hsa, arch, name), "V_MAX3_F32")
+torch.Tensor.nan_to_num_ = lambda self, *args, **kwargs: self  # what the adapter cleans the row with
