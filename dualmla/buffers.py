@@ -101,24 +101,32 @@ class MetadataBuffers:
         self.on_replay: list[Callable[[int], None]] = []
         self._fields = torch.zeros(7, max_num_reqs + 1, dtype=torch.int32, device=device)
         self._rows = self._fields.unbind()
-        self._slots = torch.full((num_tokens,), -1, dtype=torch.int64, device=device)
+        self._views: dict[tuple[int, int], torch.Tensor] = {}
+        first = self._fields.data_ptr()
+        self._addresses = range(first, first + self._fields.nbytes)
+        self._slots = self._slots_view = torch.full((num_tokens,), -1, dtype=torch.int64, device=device)
         pages = max_num_reqs * max_num_pages
         self.indices = torch.zeros(pages, dtype=torch.int32, device=device)
         self.prefill_indices = torch.zeros(pages, dtype=torch.int32, device=device) if prefills else None
         self.table = torch.zeros(max_num_reqs, max_num_pages, dtype=torch.int32, device=device) if own_table else None
 
     def row(self, field: int, length: int) -> torch.Tensor:
-        """int32 [length], one of the index tensors named above."""
-        return self._rows[field][:length]
+        """int32 [length], one of the index tensors named above; the same object for the same length."""
+        view = self._views.get((field, length))
+        if view is None:
+            view = self._views[field, length] = self._rows[field][:length]
+        return view
 
     def slots(self, num_tokens: int) -> torch.Tensor:
         """int64 [num_tokens], the slots of the first tokens; shorter where `reserve_tokens` made no room."""
-        return self._slots[:num_tokens]
+        if self._slots_view.shape[0] != num_tokens:
+            self._slots_view = self._slots[:num_tokens]
+        return self._slots_view
 
     def reserve_tokens(self, num_tokens: int) -> None:
         """Make room for the slots of so many tokens: a power of two, so that growth comes to an end."""
         if num_tokens > self._slots.shape[0]:
-            self._slots = torch.full((1 << (num_tokens - 1).bit_length(),), -1, dtype=torch.int64, device=self.device)
+            self._slots = self._slots_view = torch.full((1 << (num_tokens - 1).bit_length(),), -1, dtype=torch.int64, device=self.device)
 
     def stage(self, query_lens: torch.Tensor) -> torch.Tensor:
         """Host lengths on the device, without a wait: through pinned memory that its allocator keeps until the copy is done."""
@@ -126,7 +134,7 @@ class MetadataBuffers:
 
     def own(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in the memory that a launch writes first and reads last."""
-        return tensor.untyped_storage().data_ptr() == self._fields.untyped_storage().data_ptr()
+        return tensor.data_ptr() in self._addresses
 
     def write(
         self,

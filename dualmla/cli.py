@@ -130,7 +130,8 @@ def check(
         typer.Option(parser=_seconds, metavar="SECONDS", help="60 or 60s: begin no case after that; random ones until then."),
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Processes that share the work; else one a core, and for each 25 cases, at most.")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Processes that share the work; else one a core and 25 cases."),
     ] = None,
     emulate: Emulate = None,
     device: Device = None,
@@ -178,7 +179,7 @@ def check(
         seconds=time,
         save=save_failures,
         limit=600.0 if emulate else 120.0,  # the emulator and each kernel are compiled when they are first needed
-        jobs=jobs or default_jobs(total),
+        jobs=jobs or (default_jobs(total) if grid in (None, "quick", "emulated") else 1),  # a problem of the others grows to gigabytes
     )
     console = _console()
     report = _run_check(console, for_chip(problems, emulate) if emulate else problems, plan, total)
@@ -351,9 +352,11 @@ def bench(
     from dualmla.bench.report import print_bench
     from dualmla.bench.results import from_json, to_json
     from dualmla.bench.shapes import Asked
+    from dualmla.differential.files import check_destinations
 
     console = _console()
     try:
+        check_destinations(files={"--json": json, "--plot": plot})
         if plot is not None:
             check_plot(plot)
         if replot is not None:
@@ -404,10 +407,11 @@ def _run_bench(
     """What was asked, made sure of before anything is run, then `run_bench` behind a progress bar."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from dualmla.bench.choice import chosen, load_files
     from dualmla.bench.clock import Clock
+    from dualmla.bench.peers import load_peers
     from dualmla.bench.run import run_bench
     from dualmla.bench.shapes import asked_cases, bench_device
-    from dualmla.bench.subjects import chosen, load_files, load_peers
 
     place = bench_device(device)
     cases = asked_cases(asked, grid, place)
@@ -423,7 +427,7 @@ def _run_check(console: Console, problems: Iterable[Draw], plan: Plan, total: in
     """`run_check` behind a progress bar."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    from dualmla.differential.check import Row, run_check
+    from dualmla.differential.check import Row, fails, run_check
     from dualmla.differential.worker import WorkerFailed
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
@@ -433,7 +437,7 @@ def _run_check(console: Console, problems: Iterable[Draw], plan: Plan, total: in
 
         def on_row(row: Row) -> None:
             nonlocal wrong, executed
-            wrong += any(verdict.status == "fail" for verdict in row)
+            wrong += fails(row)
             executed += sum(verdict.execution.instructions for verdict in row if verdict.execution)
             told = f"checking{f', {executed / 1e6:.1f} M instructions' if executed else ''}{f', [red]{wrong} wrong[/]' if wrong else ''}"
             progress.update(task, advance=1, description=told)

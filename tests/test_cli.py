@@ -1,6 +1,8 @@
 """The command line: what it prints, writes and returns."""
 
 import json
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -87,6 +89,9 @@ def test_check_disagrees_and_names_the_contract(tmp_path):
         (("--backend", "tritn"), "must be one of auto, aiter, triton, reference"),
         (("--backend", "aiter", "--device", "cpu"), "backend 'aiter' can't be used"),
         (("--grid", "slow"), "--grid must be"),
+        (("--time", "1 minute"), "it must be a number of seconds"),
+        (("--time", "-1"), "it must be a number of seconds"),
+        (("--jobs", "0"), "Invalid value for '--jobs'"),
     ],
 )
 def test_check_could_not_run(args, words):
@@ -111,8 +116,9 @@ def test_random_cases_instead_of_the_grid(tmp_path):
     assert len(report["rows"]) == 5
 
 
-def test_time_bounds_random_cases():
-    result = dualmla_("check", "--backend", "reference", "--device", "cpu", "--time", "0.5")
+@pytest.mark.parametrize("time", ["0.5", "0.5s"])
+def test_time_bounds_random_cases(time):
+    result = dualmla_("check", "--backend", "reference", "--device", "cpu", "--jobs", "1", "--time", time)
     assert result.exit_code == 0, result.output
     assert "time was up after 0.5 s" in result.stdout
 
@@ -144,7 +150,71 @@ def test_replay_of_what_is_no_repro(tmp_path):
     assert "is not a repro" in " ".join(result.stderr.split())
 
 
-def test_a_report_that_can_not_be_written_is_said(tmp_path):
-    result = dualmla_("check", "--backend", "reference", "--device", "cpu", "--cases", "1", "--json", str(tmp_path / "no" / "r.json"))
+@pytest.mark.parametrize(
+    ("option", "place", "words"),
+    [
+        *((option, "no/r", "there is no directory") for option in ("--json", "--junit", "--html")),
+        ("--json", ".", "is a directory, it must be a file"),
+        ("--json", "file/r", "there is no directory"),
+        ("--html", "closed/r", "can't be written"),
+        ("--save-failures", "file/repros", "file is not a directory"),
+        ("--save-failures", "closed/a/b", "can't be written"),
+    ],
+)
+def test_where_nothing_can_be_written_nothing_runs(tmp_path, monkeypatch, option, place, words):
+    """Root may write everywhere: a file that can't be made stands for a directory that is closed."""
+    (tmp_path / "file").touch()
+    (tmp_path / "closed").mkdir()
+    right = tempfile.TemporaryFile
+
+    def temporary_file(dir):
+        if Path(dir).name == "closed":
+            raise PermissionError(13, "Permission denied")
+        return right(dir=dir)
+
+    monkeypatch.setattr("dualmla.differential.files.tempfile.TemporaryFile", temporary_file)
+    monkeypatch.setattr("dualmla.differential.check.run_check", lambda *rest: pytest.fail("it ran"))
+    result = dualmla_("check", "--backend", "reference", "--device", "cpu", "--cases", "1", option, str(tmp_path / place))
     assert result.exit_code == 2
-    assert "No such file" in result.stderr
+    said = "".join(result.stderr.split())
+    assert option in said
+    assert "".join(words.split()) in said
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "function"),
+    [
+        (("bench", "--batch", "1", "--kv", "3", "--json"), "dualmla.bench.run.run_bench"),
+        (("bench", "--batch", "1", "--kv", "3", "--plot"), "dualmla.bench.run.run_bench"),
+        (("certify", "--out"), "dualmla.differential.certify.machine_of"),
+    ],
+    ids=lambda value: "".join(value[:1] + value[-1:]) if isinstance(value, tuple) else "",
+)
+def test_every_command_that_writes_tries_first(tmp_path, monkeypatch, command, function):
+    monkeypatch.setattr(function, lambda *rest: pytest.fail("it ran"))
+    result = dualmla_(*command, str(tmp_path / "no" / "r.png"), "--device", "cpu")
+    assert result.exit_code == 2
+    assert "there is no directory" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("option", "package", "hidden"), [("--html", "jinja2", "jinja2"), ("--save-failures", "safetensors", "safetensors")]
+)
+def test_a_missing_package_is_said_before_anything_runs(tmp_path, monkeypatch, option, package, hidden):
+    for name in [name for name in sys.modules if name.partition(".")[0] == hidden]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, hidden, None)
+    monkeypatch.setattr("dualmla.differential.check.run_check", lambda *rest: pytest.fail("it ran"))
+    result = dualmla_("check", "--backend", "reference", "--device", "cpu", "--cases", "1", option, str(tmp_path / "r"))
+    assert result.exit_code == 2
+    assert f"{package} is not installed" in " ".join(result.stderr.split())
+
+
+def test_an_older_report_is_replaced_only_by_a_new_one(tmp_path):
+    (tmp_path / "r.json").write_text("old")
+    args = ("check", "--device", "cpu", "--cases", "1", "--json", str(tmp_path / "r.json"))
+    assert dualmla_(*args, "--backend", "tritn").exit_code == 2
+    assert (tmp_path / "r.json").read_text() == "old"
+    assert dualmla_(*args, "--backend", "reference").exit_code == 0
+    assert json.loads((tmp_path / "r.json").read_text())["backends"] == ["reference"]

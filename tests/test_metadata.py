@@ -335,6 +335,7 @@ def test_builder_refuses(changes: dict[str, Any], error: type[Exception], messag
         ({"seq_lens": [3, 9]}, ValueError, "seq_lens reach 9 tokens, block_table has 4 pages of 2"),
         ({"query_lens": [1, "2"]}, TypeError, "query_lens must be ints, got '2'"),
         ({"page_size": 0}, ValueError, "page_size must be an int of at least 1, got 0"),
+        ({"page_size": 2**33}, ValueError, "page_size must be 1 to 16777216 tokens, got 8589934592"),
         ({"page_size": 1.0}, ValueError, "page_size must be an int of at least 1, got 1.0"),
     ],
     ids=str,

@@ -15,6 +15,7 @@ import dualmla
 from dualmla.buffers import MetadataBuffers
 from dualmla.lengths import bound_batch, count_batch, host_lengths
 from dualmla_kernels.plan import PlanShape, SplitPlan, allocate_plan
+from dualmla_kernels.target import CHIPS, launches_on
 
 GARBAGE = 2147480000
 PAGE_SIZES = st.sampled_from([1, 3, 16])
@@ -178,6 +179,32 @@ def test_lengths_may_be_slices_of_the_last_batch(device: torch.device) -> None:
     assert (new.seq_lens.tolist(), new.query_lens.tolist()) == ([5, 7], [1, 2])
     assert new.qo_indptr.tolist() == [0, 1, 3]
     assert new.paged_kv_indptr.tolist() == [0, 5, 12]
+
+
+@pytest.mark.parametrize("prefills", [0, 1])
+def test_launches_do_not_grow_with_the_batch(prefills: int) -> None:
+    """One to describe a batch, one to prepare a graph's buffers, two to move on; noted on a device that has no memory."""
+    device, pages = torch.device("meta"), 64
+    with launches_on(CHIPS["sm_90"]) as launches:
+        for times in (1, 8):
+            requests = 4 * times
+            builder = dualmla.MLAMetadataBuilder(config(), device, max_num_seqs=requests, max_num_pages_per_seq=pages * times)
+            table = torch.empty(requests, pages * times, dtype=torch.int32, device=device)
+            seq_lens = torch.empty(requests, dtype=torch.int32, device=device)
+            launches.clear()
+            meta = builder.build(table, seq_lens, seq_lens.clone(), num_decodes=requests - prefills)
+            assert [launch.kernel.fn.__name__ for launch in launches] == ["_build"]
+            if prefills:
+                continue
+            state = dualmla.MLAGraphState(config(), device, max_batch_size=requests, max_num_pages_per_seq=pages * times)
+            with state.graph_capture(requests):
+                buffers = state.get_graph_input_buffers(state.graph_capture_get_metadata_for_batch(requests))
+            launches.clear()
+            state.prepare_graph_input_buffers(buffers, meta)
+            assert [launch.kernel.fn.__name__ for launch in launches] == ["_build"]
+            launches.clear()
+            dualmla.advance_step(meta, seq_lens, seq_lens.clone(), seq_lens.clone())
+            assert [launch.kernel.fn.__name__ for launch in launches] == ["_advance", "_build"]
 
 
 # --- what the host knows

@@ -103,12 +103,17 @@ class Report:
 
     @property
     def failed(self) -> list[Row]:
-        return [row for row in self.rows if any(verdict.status == "fail" for verdict in row)]
+        return [row for row in self.rows if fails(row)]
 
     @property
     def ran(self) -> bool:
         """Some case ran on the backend under test."""
         return any(row[0].status != "refused" for row in self.rows)
+
+
+def fails(row: Row) -> bool:
+    """One of the backends is wrong."""
+    return any(verdict.status == "fail" for verdict in row)
 
 
 def run_check(draws: Iterable[Draw], plan: Plan, on_row: Callable[[Row], None] = lambda row: None) -> Report:

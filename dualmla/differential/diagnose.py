@@ -137,11 +137,20 @@ def _explains(wrong: Wrong, other: Exact) -> bool:
 
 
 def _swapped_heads(wrong: Wrong) -> str | None:
-    """Whose attention a wrong head holds, if it is another head's."""
-    head = int((wrong.out_rows & ~wrong.empty).any(1).nonzero()[0])
+    """Whose attention the wrong heads hold, if each holds that of another one; few keys make two heads alike now and then."""
+    heads = (wrong.out_rows & ~wrong.empty).any(1).nonzero().flatten().tolist()
+    for head in reversed(heads):
+        if (held := _held(wrong, head)) is None:
+            return None
+    return f"head {heads[0]} holds the attention of head {held}"
+
+
+def _held(wrong: Wrong, head: int) -> int | None:
+    """The head whose attention `head` holds."""
+    exact = wrong.exact
     for other in range(wrong.empty.shape[0]):
-        truth, allowed = wrong.exact.out[:, other], wrong.exact.out_allowed[:, other]
-        alike = bool((budget_used(wrong.exact.out[:, head], truth, allowed) < DISTINCT).all())
+        truth, allowed = exact.out[:, other], exact.out_allowed[:, other]
+        alike = bool((budget_used(exact.out[:, head], truth, allowed) < DISTINCT).all())
         if other != head and not alike and bool((budget_used(wrong.result.out[:, head], truth, allowed) <= 1).all()):
-            return f"head {head} holds the attention of head {other}"
+            return other
     return None

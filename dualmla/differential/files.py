@@ -11,7 +11,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from dualmla.differential import repro
-from dualmla.differential.check import Failure, Report
+from dualmla.differential.check import Failure, Report, fails
 from dualmla.differential.report import executed, notes, share, summary, used
 from dualmla.differential.verdict import Verdict
 
@@ -106,7 +106,7 @@ def to_html(report: Report) -> str:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("dualmla.differential", "templates"), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    rows = sorted(report.rows, key=lambda row: (row not in report.failed, -used(row)))
+    rows = sorted(report.rows, key=lambda row: (not fails(row), -used(row)))
     template = environment.get_template("report.html")
     known, count = notes(report), executed(report)
     return str(

@@ -20,9 +20,7 @@ from dualmla.differential.problems import (
     Problem,
     ReplayProblem,
 )
-from dualmla.testing import QUICK_GRID, DecodeCase
-from dualmla.testing.layer import LayerCase
-from dualmla.testing.prefill import PrefillCase
+from dualmla.testing import LAYER_GRID, PREFILL_GRID, QUICK_GRID, DecodeCase, LayerCase, PrefillCase
 from dualmla.testing.timed import timed_grid
 from dualmla.validation import device_float8
 
@@ -40,19 +38,7 @@ def _decodes(cases: Sequence[DecodeCase]) -> list[Draw]:
 
 
 def _quick() -> list[Draw]:
-    """`QUICK_GRID` of decodes, and the corners of the other operations."""
-    prefills = (
-        PrefillCase(query_lens=(8,)),
-        PrefillCase(num_heads=1, query_lens=(3, 0, 5), key_lens=(70, 4, 5), padding_tokens=2),
-        PrefillCase(num_heads=2, query_lens=(65, 1), key_lens=(64, 130), dtype=torch.float16, strided=True),
-        PrefillCase(num_heads=2, query_lens=(4, 7), key_lens=(9, 3), dtype=torch.float32, causal=False),
-    )
-    layers = (
-        LayerCase(seq_lens=(9, 5), query_lens=(1, 5)),
-        LayerCase(seq_lens=(5, 9), query_lens=(5, 1), page_size=1),
-        LayerCase(seq_lens=(40, 20, 33, 2), query_lens=(2, 1, 9, 2), decode_threshold=2, padding_tokens=3, page_size=3),
-        LayerCase(seq_lens=(70, 35), query_lens=(1, 3), shared_pages=2, dtype=torch.float32, strided=True),
-    )
+    """The grids of `dualmla.testing`, and the corners of the other operations."""
     replays = (
         ReplayProblem.of(LayerCase(seq_lens=(9, 5, 20), query_lens=(1, 1, 1)), 8),
         ReplayProblem.of(LayerCase(seq_lens=(40, 2), query_lens=(2, 1), page_size=1), 3),
@@ -68,8 +54,8 @@ def _quick() -> list[Draw]:
     )
     return [
         *_decodes(QUICK_GRID),
-        *(lambda case=case: PrefillProblem.draw(case) for case in prefills),
-        *(lambda case=case: LayerProblem(case) for case in layers),
+        *(lambda case=case: PrefillProblem.draw(case) for case in PREFILL_GRID),
+        *(lambda case=case: LayerProblem(case) for case in LAYER_GRID),
         *(lambda problem=problem: problem for problem in replays),
         *(lambda case=case: CacheProblem.draw(case) for case in writes),
         *(lambda case=case: MergeProblem.draw(case) for case in merges),

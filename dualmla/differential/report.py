@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dualmla.backends.aiter.certificate import Certificate
-from dualmla.differential.check import Failure, Report, Row
+from dualmla.differential.check import Failure, Report, Row, fails
 from dualmla.differential.verdict import Finding, Verdict
 
 SHOWN = 15
@@ -18,11 +18,11 @@ SHOWN = 15
 
 def print_report(console: Console, report: Report) -> None:
     """The failing rows, the passing ones nearest to their budget, each kind of failure, and one line of verdict."""
-    passing = sorted((row for row in report.rows if row not in report.failed), key=used, reverse=True)
+    passing = sorted((row for row in report.rows if not fails(row)), key=used, reverse=True)
     table = Table(title=f"{', '.join(report.backends)} against float64, on {report.device}", title_justify="left", box=box.SIMPLE)
     instructions = ("instructions",) if executed(report) else ()
     # a long case is cut short here: its whole name is with its finding, and in the files
-    others = 91 + max(map(len, report.backends)) + 15 * len(instructions)
+    others = 86 + max(map(len, report.backends)) + 15 * len(instructions)
     table.add_column("case", no_wrap=True, max_width=max(console.width - others, 24))
     for name in ("backend", "verdict"):
         table.add_column(name, no_wrap=True)

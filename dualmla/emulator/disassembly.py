@@ -122,14 +122,15 @@ def _lds(instruction: Instruction) -> str:
     name, accumulator = instruction.name, bool(instruction["acc"])
     count = _LDS.get(name.split("_")[2], 1)
     twice = name.startswith(("DS_READ2", "DS_WRITE2"))
-    offsets: dict[str, int | str] = {"offset": instruction["offset0"] | instruction["offset1"] << 8}
+    offset = instruction["offset0"] | instruction["offset1"] << 8
+    offsets: dict[str, int | str] = {"offset": offset}
     if twice:
         offsets = {f"offset{k}": instruction[f"offset{k}"] for k in range(2)}
     operands = [operand(instruction["addr"])]
     if not name.startswith("DS_WRITE"):
         operands.insert(0, operand(instruction["vdst"], count * (1 + twice), accumulator=accumulator))
-    if name == "DS_SWIZZLE_B32" and offsets["offset"] & 0x83FF == 0x1F and (offsets["offset"] >> 10).bit_count() == 1:
-        offsets["offset"] = f"swizzle(SWAP,{offsets['offset'] >> 10})"
+    if name == "DS_SWIZZLE_B32" and offset & 0x83FF == 0x1F and (offset >> 10).bit_count() == 1:
+        offsets["offset"] = f"swizzle(SWAP,{offset >> 10})"
     elif not name.startswith("DS_READ"):
         operands += [operand(instruction[f"data{k}"], count, accumulator=accumulator) for k in range(1 + twice)]
     return " ".join([f"{name.lower()} {', '.join(operands)}", *(f"{key}:{value}" for key, value in offsets.items() if value)])

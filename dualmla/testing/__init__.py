@@ -25,17 +25,21 @@ from dualmla.testing.compare import (
     Comparison,
     assert_bits_equal,
     assert_decode_agrees,
+    assert_layer_agrees,
+    assert_prefill_agrees,
     budget_used,
     compare,
     compare_decode,
     cosine_difference,
 )
 from dualmla.testing.exact import SAFETY, U32, Exact, exact_attention, exact_decode
-from dualmla.testing.grids import QUICK_GRID
+from dualmla.testing.grids import LAYER_GRID, PREFILL_GRID, QUICK_GRID
 from dualmla.testing.layer import LayerCase, LayerInputs, exact_layer, make_layer, make_layer_inputs, run_layer
 from dualmla.testing.prefill import PrefillCase, PrefillInputs, exact_prefill, make_prefill_inputs, run_prefill
 
 __all__ = [
+    "LAYER_GRID",
+    "PREFILL_GRID",
     "QUICK_GRID",
     "SAFETY",
     "U32",
@@ -52,6 +56,8 @@ __all__ = [
     "PrefillInputs",
     "assert_bits_equal",
     "assert_decode_agrees",
+    "assert_layer_agrees",
+    "assert_prefill_agrees",
     "budget_used",
     "compare",
     "compare_decode",

@@ -9,6 +9,8 @@ import torch
 
 from dualmla.testing.cases import DecodeInputs
 from dualmla.testing.exact import Exact, exact_decode
+from dualmla.testing.layer import LayerInputs, exact_layer
+from dualmla.testing.prefill import PrefillInputs, exact_prefill
 
 
 @dataclass(frozen=True)
@@ -83,9 +85,23 @@ def compare_decode(out: torch.Tensor, lse: torch.Tensor | None, inputs: DecodeIn
 
 def assert_decode_agrees(out: torch.Tensor, lse: torch.Tensor | None, inputs: DecodeInputs) -> None:
     """Raise AssertionError with the case and every failure unless the result is within budget."""
-    failures = compare_decode(out, lse, inputs).failures
-    if failures:
-        raise AssertionError(f"{inputs.case}:\n  " + "\n  ".join(failures))
+    _assert_agrees(inputs.case, compare_decode(out, lse, inputs))
+
+
+def assert_prefill_agrees(out: torch.Tensor, lse: torch.Tensor | None, inputs: PrefillInputs) -> None:
+    """As `assert_decode_agrees`, of a prefill."""
+    _assert_agrees(inputs.case, compare(out, lse, exact_prefill(inputs)))
+
+
+def assert_layer_agrees(output: torch.Tensor, inputs: LayerInputs) -> None:
+    """As `assert_decode_agrees`, of a layer's `output` [T, num_heads * v_head_dim]."""
+    out = output.view(len(output), inputs.case.num_heads, inputs.case.v_head_dim)
+    _assert_agrees(inputs.case, compare(out, None, exact_layer(inputs), flashmla_gate=False))
+
+
+def _assert_agrees(case: object, comparison: Comparison) -> None:
+    if comparison.failures:
+        raise AssertionError(f"{case}:\n  " + "\n  ".join(comparison.failures))
 
 
 def assert_bits_equal(got: torch.Tensor, want: torch.Tensor, name: str = "tensor") -> None:

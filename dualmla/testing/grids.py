@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from dualmla.testing.cases import DecodeCase
+from dualmla.testing.layer import LayerCase
+from dualmla.testing.prefill import PrefillCase
 
 MAX_COST = 80_000
 """Most heads * query tokens * keys of a case in the quick grid: what Triton's interpreter does in about two seconds."""
@@ -96,3 +98,19 @@ QUICK_GRID = (
     *_CORNERS,
 )
 """Every pair of (query length, kv length, heads, page size, dtype) and the corners, with the interpreter in mind."""
+
+PREFILL_GRID = (
+    PrefillCase(query_lens=(8,)),
+    PrefillCase(num_heads=1, query_lens=(3, 0, 5), key_lens=(70, 4, 5), padding_tokens=2),
+    PrefillCase(num_heads=2, query_lens=(65, 1), key_lens=(64, 130), dtype=torch.float16, strided=True),
+    PrefillCase(num_heads=2, query_lens=(4, 7), key_lens=(9, 3), dtype=torch.float32, causal=False),
+)
+"""The corners of a prefill: empty requests, contexts, fewer keys than queries, padding, strides."""
+
+LAYER_GRID = (
+    LayerCase(seq_lens=(9, 5), query_lens=(1, 5)),
+    LayerCase(seq_lens=(5, 9), query_lens=(5, 1), page_size=1),
+    LayerCase(seq_lens=(40, 20, 33, 2), query_lens=(2, 1, 9, 2), decode_threshold=2, padding_tokens=3, page_size=3),
+    LayerCase(seq_lens=(70, 35), query_lens=(1, 3), shared_pages=2, dtype=torch.float32, strided=True),
+)
+"""Mixed batches in both orders, several tokens a decode, a shared prefix, strides."""

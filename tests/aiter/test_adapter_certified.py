@@ -39,9 +39,15 @@ def small(group: Group) -> Group:
 
 
 def few(*args: Any, **named: Any) -> list[Group]:
-    """`groups`, small, and of several tokens over a float8 cache one."""
-    made = [small(group) for group in groups(*args, **named)]
-    return [group for group in made if group.shape.kv_cache_dtype == "bfloat16" or group.shape.query_len in (1, 3)]
+    """`groups`, small, and not all: with the LSE one, and of several tokens over a float8 cache one."""
+
+    def wanted(shape: Shape) -> bool:
+        if shape.operation == "prefill":
+            return True
+        lens = (1,) if shape.return_lse else (1, 2, 3, 4) if shape.kv_cache_dtype == "bfloat16" else (1, 3)
+        return shape.query_len in lens
+
+    return [small(group) for group in groups(*args, **named) if wanted(group.shape)]
 
 
 @pytest.fixture
@@ -67,7 +73,19 @@ def certified(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, int]
         patch.setattr("dualmla.differential.certify.groups", few)
         run = functools.partial(certify, load=(Path(aiter_pretended.__file__),))
         patch.setattr("dualmla.differential.certify.certify", run)
-        command = ["certify", "--heads", str(HEADS), "--max-query-len", "4", "--float8-cache", "--device", "cpu", "--limit", "20"]
+        command = [
+            "certify",
+            "--heads",
+            str(HEADS),
+            "--max-query-len",
+            "4",
+            "--return-lse",
+            "--float8-cache",
+            "--device",
+            "cpu",
+            "--limit",
+            "20",
+        ]
         done = CliRunner().invoke(app, [*command, "--out", str(path)])
     return path, done.output, done.exit_code
 
@@ -85,8 +103,9 @@ def test_a_death_costs_its_group_alone(certified: tuple[Path, str, int]) -> None
     entries = json.loads(path.read_text())["entries"]
     found = {certificate.Shape(**entry["shape"]): (entry["passed"], entry["why"]) for entry in entries}
     assert found.pop(Shape("decode", HEADS, 1, False)) == (True, "")
-    for n, death in ((2, "SIGABRT"), (3, "no answer within 20 s"), (4, "SIGSEGV")):
-        passed, why = found.pop(Shape("decode", HEADS, n, False))
+    deaths = ((2, False, "SIGABRT"), (3, False, "no answer within 20 s"), (4, False, "SIGSEGV"), (1, True, "no compiler"))
+    for n, with_lse, death in deaths:
+        passed, why = found.pop(Shape("decode", HEADS, n, with_lse))
         assert not passed
         assert death in why
         assert death in said
@@ -156,9 +175,9 @@ def test_info_shows_it(certified: tuple[Path, str, int], tmp_path: Path, monkeyp
     monkeypatch.setenv("DUALMLA_CERTIFICATE", str(certified[0]))
     done = CliRunner().invoke(app, ["info"])
     assert done.exit_code == 0, done.output
-    assert ": 4 of 7 shapes passed" in done.output
+    assert ": 4 of 8 shapes passed" in done.output
     told = json.loads(CliRunner().invoke(app, ["info", "--json"]).stdout)
-    assert ": 4 of 7 shapes passed" in told["certificate"]
+    assert ": 4 of 8 shapes passed" in told["certificate"]
     monkeypatch.setenv("DUALMLA_CERTIFICATE", str(tmp_path / "none.json"))
     assert "there is no certificate at" in json.loads(CliRunner().invoke(app, ["info", "--json"]).stdout)["certificate"]
 

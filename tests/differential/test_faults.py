@@ -120,6 +120,14 @@ def test_a_fault_of_prefills_is_named_in_a_mixed_batch(faulty, monkeypatch):
         assert judge(problem, "fault-sound").kind == kind
 
 
+def test_rounding_is_not_put_down_to_swapped_heads(faulty):
+    """With two keys, heads lie on a line: one that is off by P in fp8 may meet another of 32."""
+    problem = DecodeProblem.draw(DecodeCase(num_heads=32, seq_lens=(2,), dtype=torch.float16, seed=14))
+    verdict = judge(problem, "fault-fp8-p")
+    assert verdict.kind == "accuracy", verdict
+    assert "holds the attention" not in verdict.findings[0].sentence
+
+
 def test_a_skipped_last_page_is_named(faulty):
     for page_size, kind in ((16, "accuracy"), (1, "mask")):
         verdict = judge(DecodeProblem.draw(DecodeCase(num_heads=2, seq_lens=(20, 40), page_size=page_size)), "fault-last-page")

@@ -1,9 +1,12 @@
 """Failures as files, and back; reports as files."""
 
+import inspect
+import itertools
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 from xml.etree import ElementTree
 
 import pytest
@@ -13,10 +16,12 @@ from conftest import FAULTS_FILE
 from dualmla.differential import check, repro
 from dualmla.differential.check import Plan, run_check
 from dualmla.differential.files import to_html, to_json, to_junit
-from dualmla.differential.grids import GRIDS, random_problems
+from dualmla.differential.grids import DTYPES, GRIDS, random_problems
 from dualmla.differential.judge import judge
 from dualmla.differential.problems import OPERATIONS, DecodeProblem, unpack
+from dualmla.differential.worker import WorkerFailed
 from dualmla.testing import DecodeCase, assert_bits_equal
+from dualmla.testing.cases import Data
 
 CASES = (
     DecodeCase(num_heads=2, seq_lens=(20, 5), query_lens=(2, 1), page_size=3, kv_cache_dtype=torch.float8_e4m3fn, k_scale=0.5),
@@ -36,6 +41,35 @@ def test_a_random_problem_is_a_function_of_seed_and_place():
     assert [problem.title for problem in one] == [problem.title for problem in two]
     assert {problem.operation for problem in one} >= {"decode", "prefill", "forward"}
     assert one[0].title != next(random_problems(4))().title
+
+
+def test_random_problems_reach_every_edge():
+    """Of 400, the default seed's."""
+    problems = [draw() for draw in itertools.islice(random_problems(0), 400)]
+    assert {problem.operation for problem in problems} == set(OPERATIONS)
+    decodes = [problem.case for problem in problems if problem.operation == "decode"]
+    lengths = {length for case in decodes for length in case.seq_lens}
+    assert lengths >= {0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257}
+    assert {case.data for case in decodes} == set(get_args(Data))
+    assert {case.num_heads for case in decodes} >= {1, 2, 3, 4, 8, 16, 17, 32, 64, 128}
+    assert {case.page_size for case in decodes} == {1, 3, 16, 64}
+    assert {case.dtype for case in decodes} == set(DTYPES)
+    assert {case.num_kv_splits for case in decodes} >= {None, 1, 2, 3, 16}
+    for edge in (
+        lambda case: any(length % case.page_size == 1 for length in case.seq_lens if case.page_size > 1),  # a tail of one token
+        lambda case: any(length % case.page_size == 0 for length in case.seq_lens if length and case.page_size > 1),
+        lambda case: any(0 < length < new for length, new in zip(case.seq_lens, case.new_tokens, strict=True)),
+        lambda case: len(set(case.new_tokens)) > 1,
+        lambda case: max(case.new_tokens) == 9,
+        lambda case: case.full_shared_pages > 0 and len(case.seq_lens) > 1,
+        lambda case: case.first_page * case.page_size * case.latent_dim > 2**31,
+        lambda case: case.padding_tokens > 0,
+        lambda case: case.strided,
+        lambda case: not case.causal,
+        lambda case: case.cache_dtype.itemsize == 1 and case.k_scale is not None,
+        lambda case: case.num_kv_splits is not None and 0 in case.seq_lens,
+    ):
+        assert sum(map(edge, decodes)) >= 2, inspect.getsource(edge)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -118,6 +152,30 @@ def test_a_backend_that_only_crashes_ends_the_check(monkeypatch):
     assert len(report.rows) == 3
     assert report.ended == "fault-abort crashed or hung 3 times"
     assert Path(FAULTS_FILE).name in report.rows[0][0].findings[0].sentence
+
+
+def test_processes_share_the_work():
+    """In the order of the problems, and of each kind of failure the first is shrunk once."""
+    seen = []
+    plan = Plan(["fault-sound", "fault-heads"], "cpu", load=(FAULTS_FILE,), jobs=2)
+    draws = [lambda case=case: DecodeProblem.draw(case) for case in CASES * 4]
+    report = run_check(draws, plan, seen.append)
+    assert [row[0].title for row in report.rows] == [str(case) for case in CASES * 4]
+    assert sorted(map(id, seen)) == sorted(map(id, report.rows))
+    assert [[v.status for v in row] for row in report.rows] == [["pass", "fail"]] * 8
+    (failure,) = report.failures
+    assert failure.problem.case.num_heads == 2
+    assert report.backends == ("fault-sound", "fault-heads")
+
+
+def test_a_lane_that_can_not_start_ends_all():
+    with pytest.raises(WorkerFailed, match="must be one of auto"):
+        run_check(random_problems(0), Plan(["tritn"], "cpu", jobs=2))
+
+
+def test_how_many_processes(monkeypatch):
+    monkeypatch.setattr(check.os, "sched_getaffinity", lambda pid: range(16), raising=False)
+    assert [check.default_jobs(problems) for problems in (None, 1, 49, 50, 400, 5000)] == [16, 1, 1, 2, 16, 16]
 
 
 def test_time_is_up():

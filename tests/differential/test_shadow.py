@@ -337,12 +337,14 @@ def test_on_a_gpu_the_variable_alone_samples_replays_and_is_never_wrong(monkeypa
     want = plain.replay().clone()
     monkeypatch.setenv("DUALMLA_SHADOW", "1")
     for name in ("triton", "halved"):
-        engine = Engine(dualmla.select_backend(Engine.config(16), "cuda", name), "cuda", sizes=[2, 4], num_heads=16, length=300)
+        backend = dualmla.select_backend(Engine.config(16), "cuda", name)
+        watcher = made[-1]
+        engine = Engine(backend, "cuda", sizes=[2, 4], num_heads=16, length=300)
         for _ in range(20):
             got = engine.replay()
             torch.cuda.synchronize()
-            made[-1].drain()
-        counts = made[-1].counts
+            watcher.drain()
+        counts = watcher.counts
         assert counts.sampled >= 19, counts  # of the first the lengths were asked for
         assert counts.diverged == (0 if name == "triton" else counts.sampled), counts
         if name == "triton":

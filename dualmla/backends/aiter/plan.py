@@ -18,6 +18,9 @@ from dualmla.backends.aiter.batch import rows_of
 from dualmla.backends.aiter.planner import Planner
 from dualmla.metadata import MLAMetadata
 
+LEAST_KEYS = 1
+"""Of a request: none, and its work item would be empty."""
+
 
 class WorkPlan:
     """Memory for up to `rows` query tokens.
@@ -89,7 +92,7 @@ class WorkPlan:
         request, seen = rows_of(meta, num_tokens, causal=self._causal)
         self.seen.copy_(seen)
         self._kv_indptr[:1].zero_()
-        keys = seen.clamp(min=1, max=meta.block_table.shape[1] * meta.page_size)
+        keys = seen.clamp(min=LEAST_KEYS, max=meta.block_table.shape[1] * meta.page_size)
         torch.cumsum(keys, 0, dtype=torch.int32, out=self.kv_indptr[1:])
         slots = token_slots(meta.block_table, request, self.kv_indptr, meta.page_size, out=self.kv_indices if self._fixed else None)
         first = self.kv_indptr[:-1].long()
