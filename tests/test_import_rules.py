@@ -26,8 +26,12 @@ ALLOWED_OUTSIDE = {
     "dualmla.cli": {"torch", "typer", "rich"},
     "dualmla.demo": {"torch", "rich", "transformers"},
     "dualmla.differential": {"torch", "rich", "safetensors", "jinja2"},
+    "dualmla.differential.emulated": {"torch", "dualmla_kernels"},  # our launchers, asked what they launch on a chip
+    "dualmla.differential.profile_plot": {"matplotlib"},
     "dualmla.emulator": {"torch", "numpy", "numba"},
+    "dualmla.emulator.aiter_release": {"torch", "numpy", "dualmla_kernels"},
     "dualmla.emulator.decoder": {"tinygrad"},
+    "dualmla.emulator.tensors": {"torch", "dualmla_kernels"},
     "dualmla_kernels": {"torch", "triton"},
 }
 

@@ -8,22 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-ENUM = '''
-"""The enum extension, and what a machine without a GPU needs: AITER makes its split indptr on `cuda`."""
-import enum
-import functools
-import torch
-
-ActivationType = enum.IntEnum("ActivationType", ["No", "Silu", "Gelu", "Swiglu"], start=0)
-QuantType = enum.IntEnum("QuantType", ["No", "per_Tensor", "per_Token", "per_1x32", "per_1x128", "per_128x128"], start=0)
-ActivationType.__doc__ = QuantType.__doc__ = "Members:"
-
-arange = torch.arange
-@functools.wraps(arange)
-def on_cpu(*args, device=None, **kwargs):
-    return arange(*args, device="cpu" if device == "cuda" else device, **kwargs)
-torch.arange = on_cpu
-'''
+from dualmla.emulator import aiter_release
+from dualmla.emulator.aiter_release import EMULATED, SIGNATURE
 
 MLA = '''
 """The first stage: what the assembly does, as found by running it in an emulator, in float64.
@@ -63,42 +49,14 @@ def mla_decode_stage1_asm_fwd(
                     splitLse[row, split, :, 0] = torch.logsumexp(scores, -1).float()
 '''
 
-EMULATED = '''
-"""The first stage as it is: AITER's own code objects, run by our emulator."""
-import numpy as np
-import torch
-
-from dualmla.emulator import Device
-from dualmla.emulator.aiter_kernels import decode
-from dualmla.emulator.aiter_objects import KERNELS, find_code_objects, load_kernel
-
-def bits(x):
-    return x.contiguous().view(torch.int16).numpy().view(np.uint16)
-
-def mla_decode_stage1_asm_fwd(
-    Q, KV, qo_indptr, kv_indptr, kv_page_indices, kv_last_page_lens, num_kv_splits_indptr, work_metadata, work_indptr, work_info_set,
-    max_seqlen_q, softmax_scale, splitData, splitLse, output, q_scale=None, kv_scale=None,
-):
-    one = {16: "mla_dec_stage1_bf16_a16w16_subQ16_mqa16", 128: "mla_dec_stage1_bf16_a16w16_subQ128_mqa128"}
-    name = one[Q.shape[1]] if max_seqlen_q == 1 else "mla_a16w16_qh16_m16x4_n16x1_coex0_mask1"
-    device = Device("gfx942")
-    got = decode(
-        device, load_kernel(find_code_objects(), "gfx942", name), KERNELS[name], q=bits(Q), kv=bits(KV[:, 0, 0]),
-        kv_indptr=kv_indptr.tolist(), kv_indices=kv_page_indices.numpy(), softmax_scale=softmax_scale, query_len=max_seqlen_q,
-        splits=splitData.shape[1], fields={"qo_indptr": device.put(qo_indptr.numpy()).address},
-    )
-    if splitData.dtype == torch.bfloat16:  # AITER handed its output over as the partial buffer
-        splitData[:, 0] = torch.from_numpy(got.out).bfloat16()
-    else:
-        splitData.copy_(torch.from_numpy(got.partial_out))
-    splitLse[..., 0] = torch.from_numpy(got.partial_lse)
-'''
-
 PERSISTENT = (
     EMULATED
     + '''
-from dualmla.emulator import Mode
+import torch
+from dualmla.emulator import Device, Mode
 from dualmla.emulator.aiter_kernels import Work, persistent_decode
+from dualmla.emulator.aiter_objects import KERNELS, find_code_objects, load_kernel
+from dualmla.emulator.aiter_release import bits
 
 by_splits = mla_decode_stage1_asm_fwd
 
@@ -174,32 +132,12 @@ mla_reduce_v1.__doc__ = "mla_reduce_v1(" + ", ".join(
 ) + ") -> None"
 '''
 
-SIGNATURE = """
-TENSORS = "Q KV qo_indptr kv_indptr kv_page_indices kv_last_page_lens".split()
-OPTIONAL = "num_kv_splits_indptr work_metadata work_indptr work_info_set".split()
-mla_decode_stage1_asm_fwd.__doc__ = "mla_decode_stage1_asm_fwd(" + ", ".join(
-    [f"{name}: torch.Tensor" for name in TENSORS]
-    + [f"{name}: Optional[torch.Tensor]" for name in OPTIONAL]
-    + ["max_seqlen_q: int", "softmax_scale: float", "splitData: torch.Tensor", "splitLse: torch.Tensor", "output: torch.Tensor"]
-    + ["q_scale: Optional[torch.Tensor] = None", "kv_scale: Optional[torch.Tensor] = None"]
-) + ") -> None"
-"""
-
 
 def lay_out(folder: Path, first_stage: str) -> dict[str, str]:
-    """Write the extensions and ROCm's tools; the environment that makes AITER use them.
+    """Write the extensions and ROCm's tools; the environment that makes AITER use them, with its Triton interpreted.
 
     Arguments:
         first_stage: `MLA`, `EMULATED` or `PERSISTENT`.
     """
-    tools, modules = folder / "bin", folder / "jit"
-    for directory in (tools, modules):
-        directory.mkdir(parents=True)
-    for name, says in (("hipconfig", "6.4.43482-0f2d60242"), ("rocminfo", "  Name:                    gfx942")):
-        (tools / name).write_text(f"#!/bin/sh\necho '{says}'\n")
-        (tools / name).chmod(0o755)
-    (modules / "module_aiter_enum.py").write_text(ENUM)
-    (modules / "module_mla_asm.py").write_text(first_stage + SIGNATURE)
-    (modules / "module_mla_metadata.py").write_text(METADATA)
-    (modules / "module_mla_reduce.py").write_text(REDUCE)
-    return {"AITER_JIT_DIR": str(modules), "GPU_ARCHS": "gfx942", "CU_NUM": "304", "TRITON_INTERPRET": "1", "PATH_FIRST": str(tools)}
+    own = {"module_mla_asm": first_stage + SIGNATURE, "module_mla_metadata": METADATA, "module_mla_reduce": REDUCE}
+    return aiter_release.lay_out(folder, "gfx942", aiter_release.EXTENSIONS | own) | {"TRITON_INTERPRET": "1"}

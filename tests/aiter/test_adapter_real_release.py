@@ -39,7 +39,6 @@ def site() -> Path:
 def run(folder: Path, first_stage: str, *cases: int | str) -> dict[str, Any]:
     """What the program `real_release.py` prints of these cases, else of all."""
     environment = extensions.lay_out(folder, first_stage)
-    environment["PATH"] = environment.pop("PATH_FIRST") + os.pathsep + os.environ["PATH"]
     done = subprocess.run(
         [sys.executable, str(HERE / "real_release.py"), *map(str, cases)],
         env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
