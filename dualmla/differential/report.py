@@ -19,7 +19,7 @@ def print_report(console: Console, report: Report) -> None:
     passing = sorted((row for row in report.rows if not fails(row)), key=used, reverse=True)
     table = Table(title=f"{', '.join(report.backends)} against float64, on {report.device}", title_justify="left", box=box.SIMPLE)
     # a long case is cut short here: its whole name is with its finding, and in the files
-    taken = 86 + max(map(len, report.backends))
+    taken = 96 + max(map(len, report.backends))
     table.add_column("case", no_wrap=True, max_width=max(console.width - taken, 24))
     for name in ("backend", "verdict"):
         table.add_column(name, no_wrap=True)
