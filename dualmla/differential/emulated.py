@@ -274,17 +274,13 @@ class EmulatedAiter(_Emulated, AiterMLABackend):
         """How AITER is asked, or every reason why not."""
         shape = support.decode_shape(call, _release(cls.arch).signature, cls.arch)
         if isinstance(shape, support.LaunchShape) and shape.persistent:
-            return [
-                f"the cache is {call.kv_cache_dtype}; AITER plans its decode by C++ compiled on the user's machine, not by a code object"
-            ]
+            return [f"the cache is {call.kv_cache_dtype}; AITER plans such a decode by C++ that is compiled on the user's machine"]
         return shape
 
     @classmethod
     def prefill_refusals(cls, call: PrefillCall) -> list[str]:
         if cls.arch not in PREFILL_ARCHS:
-            return [
-                f"AITER compiles its prefill for {cls.arch} from C++ on the user's machine; its release has no code object of it to run"
-            ]
+            return [f"AITER's prefill for {cls.arch} is C++ that is compiled on the user's machine; its release has no code object of it"]
         return support.prefill_refusals(call, _release(cls.arch))
 
     @classmethod

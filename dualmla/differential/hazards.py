@@ -47,7 +47,8 @@ def launched(report: Report) -> Launched:
 
 def stopped(error: EmulatorError) -> Launched:
     """What the instruments had seen when an error stopped a launch, and the error."""
-    return Launched("", {}, (*_hazards("", error.findings), Hazard("fault", str(error))))
+    kernel = str(error).partition(", ")[0]  # it begins with the kernel's name
+    return Launched(kernel, {}, (*_hazards(kernel, error.findings), Hazard("fault", str(error))))
 
 
 def _hazards(kernel: str, found: Sequence[Finding]) -> tuple[Hazard, ...]:
@@ -57,5 +58,5 @@ def _hazards(kernel: str, found: Sequence[Finding]) -> tuple[Hazard, ...]:
         known = next((why for pattern, kinds, why in KNOWN if number in kinds and re.fullmatch(pattern, kernel)), "")
         if number == findings.WRITE_WRITE and finding.instruction == finding.other:
             known = REPLICATED
-        hazards.append(Hazard(KINDS[number], f"{kernel}: {finding}" if kernel else str(finding), f"{kernel}: {known}" if known else ""))
+        hazards.append(Hazard(KINDS[number], f"{kernel}: {finding}", f"{kernel}: {known}" if known else ""))
     return tuple(hazards)

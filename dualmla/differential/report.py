@@ -78,7 +78,7 @@ def executed(report: Report) -> int:
 def notes(report: Report) -> list[str]:
     """What is known to be strange about the machine code that ran, and in how many cases it was seen."""
     counts = Counter(note for row in report.rows for verdict in row for note in verdict.notes)
-    return [f"{note} (in {count} cases)" for note, count in sorted(counts.items())]
+    return [f"{note} ({count} case{'s' if count > 1 else ''})" for note, count in sorted(counts.items())]
 
 
 def used(row: Row) -> float:

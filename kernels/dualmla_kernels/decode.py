@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dualmla_kernels.launch import cdiv, launch, next_power_of_2
+from dualmla_kernels.launch import HAS_GLUON, cdiv, launch, next_power_of_2
 from dualmla_kernels.numerics import LN2, LOG2E, cast, dot
 from dualmla_kernels.plan import PlanShape, SplitPlan, balanced_plan, fixed_plan
 from dualmla_kernels.target import Target, target_of
@@ -465,10 +465,10 @@ def _dependent_launch(target: Target) -> bool:
 @functools.cache
 def _hopper() -> ModuleType | None:
     """`decode_hopper`, imported when first used; None where Triton has no Gluon."""
-    try:
-        from dualmla_kernels import decode_hopper
-    except ImportError:
+    if not HAS_GLUON:
         return None
+    from dualmla_kernels import decode_hopper
+
     return decode_hopper
 
 
