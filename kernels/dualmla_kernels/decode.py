@@ -372,8 +372,11 @@ def decode_config(rows: int, dtype: torch.dtype, device: torch.device, float8: b
         dtype: of the queries.
         float8: whether the cache is. A plan doesn't ask: keys a tile divide those without float8, all else it goes by is the same.
     """
-    target = target_of(device)
-    wide = rows > 16
+    return _config(rows > 16, dtype, target_of(device), float8)
+
+
+@functools.cache
+def _config(wide: bool, dtype: torch.dtype, target: Target, float8: bool) -> DecodeConfig:
     if target.platform == "cpu":
         # four programs, so that split rows are met in small tests too; the two sizes show both ways to rescale, float8 smaller tiles
         block_n = 32 if float8 else 64

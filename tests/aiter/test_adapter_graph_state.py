@@ -62,7 +62,7 @@ def test_captured_sizes_share_the_memory_of_the_keys(generation: str) -> None:
     cfg, mla = MLAConfig(num_heads=16, softmax_scale=SCALE, page_size=4), stand_in.module(generation)
     state = MLAGraphState(cfg, "cpu", max_batch_size=4, max_num_pages_per_seq=80)
     captured = {}
-    with state.graph_capture(4):
+    with torch.inference_mode(), state.graph_capture(4):  # prepared outside of it
         for size in (4, 2):
             captured[size] = state.graph_capture_get_metadata_for_batch(size)
             padding = Case([1], [1], page_size=4)

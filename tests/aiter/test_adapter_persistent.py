@@ -220,7 +220,7 @@ def test_the_plan_joins_the_graph_state(page_size: int) -> None:
         return out
 
     any_cache = torch.zeros(3, page_size, 576, dtype=torch.bfloat16).to(torch.float8_e4m3fnuz)
-    with state.graph_capture(4):
+    with torch.inference_mode(), state.graph_capture(4):  # prepared outside of it
         for size in sizes:
             captured[size] = state.graph_capture_get_metadata_for_batch(size)
             for _ in range(2):  # all padding, as while capturing

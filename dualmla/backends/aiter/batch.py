@@ -72,6 +72,7 @@ def told(meta: MLAMetadata, shape: LaunchShape, num_tokens: int, *, causal: bool
     key = ("aiter batch", shape, causal)
     held = kept.get((*key, meta.num_reqs, num_tokens) if kept.replayed else key, _Told)
 
+    @torch.inference_mode(False)  # refilled inside and outside of it
     def refill() -> None:
         slots = None
         if kept.replayed:

@@ -46,12 +46,12 @@ class WorkPlan:
         num_slots: int | None,
     ) -> None:
         self._planner, self._dtypes, self._causal, self._fixed = planner, (dtype, kv_cache_dtype), causal, num_slots is not None
-        with _on(device):
+        with torch.inference_mode(False), _on(device):  # refilled inside and outside of it
             self.tables = planner.tables(rows, dtype, kv_cache_dtype, device)
-        self._qo_indptr, self._kv_indptr, self._last_page_lens, self._seen = (
-            torch.empty(rows + 1, dtype=torch.int32, device=device) for _ in range(4)
-        )
-        self.kv_indices = torch.empty(num_slots or 0, dtype=torch.int32, device=device)
+            self._qo_indptr, self._kv_indptr, self._last_page_lens, self._seen = (
+                torch.empty(rows + 1, dtype=torch.int32, device=device) for _ in range(4)
+            )
+            self.kv_indices = torch.empty(num_slots or 0, dtype=torch.int32, device=device)
         self._rows = 0
         self._step: tuple[int, ...] = ()
 
@@ -115,7 +115,7 @@ def work_plan(
     kept = meta.kept
     rows = max(num_tokens, kept.max_num_reqs * meta.max_query_len)
     plan = kept.get(
-        ("aiter", rows, dtype, kv_cache_dtype, causal),
+        ("aiter plan", rows, dtype, kv_cache_dtype, causal),
         lambda: WorkPlan(
             planner,
             rows,
