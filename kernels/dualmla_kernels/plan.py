@@ -25,7 +25,6 @@ import torch
 from dualmla_kernels.launch import cdiv, launch, next_power_of_2
 from dualmla_kernels.plan_kernel import BLOCK, MIN_PIECE, OVERHEAD, SPLIT_COST, balanced_kernel, fixed_kernel
 
-
 MOST_PARTS = 65535
 """Programs that a grid may have along its second axis, where the decode has its parts: no more on CUDA."""
 
