@@ -246,12 +246,24 @@ def kernels_of_steps(step: Callable[[], Any], device: torch.device, steps: int =
     return found
 
 
+def idle_time(ran: list[tuple[int, int]]) -> int:
+    """From the end of the first interval to that of the last, what none of the others covers.
+
+    Intervals, and not their sum: a kernel that is made ready while the one before it runs, and waits for it, would count twice.
+    """
+    reached, idle = ran[0][1], 0
+    for begin, end in ran[1:]:
+        idle += max(begin - reached, 0)
+        reached = max(reached, end)
+    return idle
+
+
 @needs_gpu
 @pytest.mark.parametrize(("requests", "length"), [(1, 1024), *BATCHES])
 def test_a_replay_costs_little_over_its_kernels(
     device: torch.device, requests: int, length: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A step of a captured decode, from what ran before it to its end, less what its kernels take: at most 6 us.
+    """A step of a captured decode, from what ran before it to its end, less the time in which its kernels run: at most 6 us.
 
     The metadata that the graph reads is rewritten and the graph replayed, as at each step. The device is kept busy until the
     host has launched both, so that it waits for nothing else; what the host takes is `test_replay_host_time`'s.
@@ -259,11 +271,11 @@ def test_a_replay_costs_little_over_its_kernels(
     step = Step(requests, length, device)
     meta = step.batch.build()
     steps = kernels_of_steps(lambda: step.graphs.replay(meta), device)
-    kernels = [sum(end - begin for begin, end in ran[1:]) for ran in steps]
-    over = [ran[-1][1] - ran[0][1] - sum(end - begin for begin, end in ran[1:]) for ran in steps]
+    idle = statistics.median(idle_time(ran) for ran in steps)
+    whole = statistics.median(max(end for _, end in ran) - ran[0][1] for ran in steps)
     with capsys.disabled():
-        print(f"\n{requests} x {length}: {len(steps[0]) - 1} kernels of {statistics.median(kernels) / 1e3:.1f} us, ", end="")
-        print(f"{statistics.median(over) / 1e3:.1f} us over them")
+        print(f"\n{requests} x {length}: {len(steps[0]) - 1} kernels, {whole / 1e3:.1f} us, {idle / 1e3:.1f} us of it none runs")
     assert {len(ran) for ran in steps} == {len(steps[0])}
-    assert len(steps[0]) > 1
-    assert statistics.median(over) <= 6000
+    assert len(steps[0]) >= 3, "what kept the device busy, the metadata, the decode"
+    assert all(ran[1][0] >= ran[0][1] for ran in steps), "the step waits for what ran before it"
+    assert 0 < idle <= 6000

@@ -126,7 +126,10 @@ class MetadataBuffers:
     def reserve_tokens(self, num_tokens: int) -> None:
         """Make room for the slots of so many tokens: a power of two, so that growth comes to an end."""
         if num_tokens > self._slots.shape[0]:
-            self._slots = self._slots_view = torch.full((1 << (num_tokens - 1).bit_length(),), -1, dtype=torch.int64, device=self.device)
+            with torch.inference_mode(False):  # written again inside and outside of it
+                self._slots = self._slots_view = torch.full(
+                    (1 << (num_tokens - 1).bit_length(),), -1, dtype=torch.int64, device=self.device
+                )
 
     def stage(self, query_lens: torch.Tensor) -> torch.Tensor:
         """Host lengths on the device, without a wait: through pinned memory that its allocator keeps until the copy is done."""
@@ -280,7 +283,8 @@ class PlanBuffers:
                 from dualmla_kernels.plan import allocate_plan
 
                 shape = plan_shape(self._cfg.num_heads, max_query_len, self._cfg.dtype, self._device)
-                self._plans[max_query_len] = allocate_plan(self._max_num_reqs, shape, self._device)
+                with torch.inference_mode(False):  # written again inside and outside of it
+                    self._plans[max_query_len] = allocate_plan(self._max_num_reqs, shape, self._device)
             view = self._views[num_decodes, max_query_len] = self._plans[max_query_len].of(num_decodes)
         return view
 

@@ -8,7 +8,7 @@ views (`decode_metadata`, `prefill_metadata`) whose indptr start at 0.
 from __future__ import annotations
 
 import itertools
-from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -336,7 +336,7 @@ def describe(
     buffers: MetadataBuffers,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
-    query_lens: torch.Tensor | array[int],
+    query_lens: torch.Tensor | Sequence[int],
     counts: BatchCounts,
     *,
     config: MLAConfig | None = None,
@@ -346,7 +346,7 @@ def describe(
     """Write a batch into `buffers`, and the metadata that looks at them; arguments trusted.
 
     Arguments:
-        query_lens: int32 [num_reqs], on the device or the CPU.
+        query_lens: int32 [num_reqs] on the device or the CPU, or what `host_lengths` returned.
     """
     if buffers.own(seq_lens):
         seq_lens = seq_lens.clone()

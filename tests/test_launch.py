@@ -6,6 +6,7 @@ A driver of no GPU stands in for a real one: kernels are compiled, what would be
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dualmla_kernels import ready
+from dualmla_kernels.launch import launch
 from dualmla_kernels.ready import launch_ready, sort
 
 GFX942 = GPUTarget("hip", "gfx942", 64)
@@ -137,6 +139,31 @@ def test_what_compiles_differently_is_launched_by_triton_first(recorder: Recorde
     half = len(calls)
     assert recorder.launches[half:] == recorder.launches[:half]
     assert len({id(launch[4]) for launch in recorder.launches}) == half, "each was compiled for itself"
+
+
+def test_the_tensors_device_is_current_in_a_launch(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each device has its own compiled kernel and stream; afterwards the caller's device is current again."""
+    current = [0]
+
+    @contextmanager
+    def made_current(device: torch.device) -> Iterator[None]:
+        before, current[0] = current[0], device.index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", made_current)
+    monkeypatch.setattr(recorder, "get_current_device", lambda: current[0])
+    x = torch.zeros(2, 64)
+    for index in (1, 1, 0, 0, 1):
+        launch(scale_rows, (3,), torch.device("cuda", index), x, x, 0.5, 2, 64, SIZE=64, num_warps=4)
+        assert recorder.launches[-1][3] == 1234 + index
+        assert current == [0]
+    assert recorder.plain == 2
+    functions = [run[4] for run in recorder.launches]
+    assert functions[0] is functions[1] is functions[4]
+    assert functions[2] is functions[3]
+    assert functions[0] is not functions[2]
 
 
 VALUES: dict[str, Any] = {

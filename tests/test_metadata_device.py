@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 import dualmla
 from dualmla.buffers import MetadataBuffers
-from dualmla.lengths import bound_batch, count_batch, host_lengths
+from dualmla.lengths import as_tensor, bound_batch, count_batch, host_lengths
 from dualmla_kernels.plan import PlanShape, SplitPlan, allocate_plan
 from dualmla_kernels.target import CHIPS, launches_on
 
@@ -235,6 +236,26 @@ def test_bounds_bound(lens: list[int], threshold: int, data: st.DataObject) -> N
     if bounds is not None:
         for name in ("num_tokens", "max_query_len", "num_decode_tokens", "max_decode_query_len"):
             assert getattr(bounds, name) >= getattr(counts, name), name
+
+
+@given(lens=st.one_of(st.lists(st.integers(0, 300), max_size=6), st.integers(0, 300).flatmap(lambda n: st.lists(st.just(n), max_size=6))))
+def test_lengths_are_read_whatever_holds_them(lens: list[int]) -> None:
+    """A list of equal small numbers is read another way than other lists, arrays and tensors."""
+    given = [lens, tuple(lens), array("i", lens), torch.tensor(lens, dtype=torch.int32), [torch.tensor(n) for n in lens]]
+    for lengths in given:
+        read = host_lengths("query_lens", lengths)  # type: ignore[arg-type]
+        assert list(read) == lens
+        assert all(type(n) is int for n in read)
+        assert as_tensor(read).tolist() == lens
+        assert as_tensor(read).dtype == torch.int32
+        counts = count_batch(read, 1, None)
+        assert (counts.num_tokens, counts.each) == (sum(lens), None if len(set(lens)) > 1 else max(lens, default=0))
+
+
+@pytest.mark.parametrize("wrong", [[1, 1.0], [1.0, 1.0], ["1"], [None, None]], ids=str)
+def test_lengths_that_are_no_ints_are_refused(wrong: list[Any]) -> None:
+    with pytest.raises(TypeError, match="query_lens must be ints, got"):
+        host_lengths("query_lens", wrong)
 
 
 def test_lengths_past_int32_are_refused() -> None:

@@ -65,9 +65,6 @@ def diagnose(wrong: Wrong, passes: Callable[[Problem], bool]) -> Iterator[Findin
     if not bool(wrong.out_rows.any()) and (reading := _other_reading(wrong)):
         yield Finding("lse", f"{reading}; {wrong.facts}")
         return
-    if wrong.result.lse is not None and wrong.result.lse.numel() and bool(wrong.result.lse.isnan().all()):
-        yield Finding("unwritten", f"lse was never written; {wrong.facts}")
-        return
     empty, filled = wrong.bad & wrong.empty, wrong.bad & ~wrong.empty
     findings = []
     if bool(filled.any()):

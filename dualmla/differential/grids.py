@@ -27,7 +27,7 @@ from dualmla.validation import device_float8
 Draw = Callable[[], Problem]
 """Problems are drawn when their turn comes: a grid's numbers would not fit in memory together."""
 
-BUILDS = 96
+BUILDS = 64
 """Kernels of a decode that the random problems of a seed draw from, before Triton's own specialisation on sizes."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -65,6 +65,9 @@ def _findings(wrong: Wrong, quiet: Result, backend: str | None, device: torch.de
     if bool(unwritten.any()):
         yield Finding("unwritten", f"out{list(first(unwritten))} [token, head] was never written; {int(unwritten.sum())} rows were not")
         return
+    if all(run.lse is not None and run.lse.numel() and bool(run.lse.isnan().all()) for run in (result, quiet)):  # poison in both
+        yield Finding("unwritten", f"lse was never written; {wrong.facts}")
+        return
     if not same_bits(result, quiet):
         yield _why_different(problem, backend, device, result, quiet)
         if not compare(*quiet, exact, flashmla_gate=problem.order_one).failures:

@@ -22,7 +22,7 @@ def print_report(console: Console, report: Report) -> None:
     table = Table(title=f"{', '.join(report.backends)} against float64, on {report.device}", title_justify="left", box=box.SIMPLE)
     instructions = ("instructions",) if executed(report) else ()
     # a long case is cut short here: its whole name is with its finding, and in the files
-    others = 86 + max(map(len, report.backends)) + 15 * len(instructions)
+    others = 96 + max(map(len, report.backends)) + 15 * len(instructions)
     table.add_column("case", no_wrap=True, max_width=max(console.width - others, 24))
     for name in ("backend", "verdict"):
         table.add_column(name, no_wrap=True)

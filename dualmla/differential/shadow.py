@@ -136,17 +136,13 @@ class Shadow:
             @classmethod
             def mla_decode(cls, q: torch.Tensor, kv_cache: torch.Tensor, meta: MLAMetadata, softmax_scale: float, **rest: Any) -> None:
                 backend.mla_decode(q, kv_cache, meta, softmax_scale, **rest)
-                shadow.seen(DecodeSeen(q, kv_cache, meta, softmax_scale, **rest))
+                if _being_captured(q):
+                    shadow._remember(DecodeSeen(q, kv_cache, meta, softmax_scale, **rest))
+                elif shadow._due():
+                    shadow._sample(DecodeSeen(q, kv_cache, meta, softmax_scale, **rest))
 
         Watched.__name__ = Watched.__qualname__ = backend.__name__
         return Watched
-
-    def seen(self, call: DecodeSeen) -> None:
-        """A decode has run: sample it if its turn has come; remember it if it is being captured."""
-        if _being_captured(call.q):
-            self._remember(call)
-        else:
-            self._count(call)
 
     def drain(self) -> Counts:
         """Wait for every comparison, and return the counts."""
@@ -187,18 +183,22 @@ class Shadow:
             del self._captured[keys[steps.index(min(steps))] if steps else keys[0]]
 
     def _replayed(self, key: _Captured) -> None:
-        if key in self._layers:
-            self._count(self._captured.get(key))
+        if key in self._layers and self._due():
+            self._sample(self._captured.get(key))
 
-    def _count(self, call: DecodeSeen | None) -> None:
-        """A decode has run; None: one in a graph whose tensors are not kept."""
+    def _due(self) -> bool:
+        """Whether the decode that has run is one to sample; nothing more is done for the others."""
         self.counts.calls += 1
         if self._pending:
             self._collect()
         self._countdown -= 1
         if self._countdown > 0:
-            return
+            return False
         self._countdown = self._gap()
+        return True
+
+    def _sample(self, call: DecodeSeen | None) -> None:
+        """Begin a comparison, if the limits let it; None: a decode in a graph whose tensors are not kept."""
         now = time.monotonic()
         if now - self._last < 1 / self.per_second:
             self.counts.skipped["rate"] += 1
@@ -208,9 +208,9 @@ class Shadow:
             self.counts.skipped["graph not kept"] += 1
         elif call.meta.num_reqs and call.meta.max_query_len:
             self._last = now
-            self._sample(call)
+            self._begin(call)
 
-    def _sample(self, call: DecodeSeen) -> None:
+    def _begin(self, call: DecodeSeen) -> None:
         lengths = self._known_lengths(call)
         if lengths is None:
             self.counts.skipped["lengths unknown"] += 1

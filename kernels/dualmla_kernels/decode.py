@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dualmla_kernels.launch import cdiv, launch, next_power_of_2
+from dualmla_kernels.launch import HAS_GLUON, cdiv, launch, next_power_of_2
 from dualmla_kernels.numerics import LN2, LOG2E, cast, dot
 from dualmla_kernels.plan import PlanShape, SplitPlan, balanced_plan, fixed_plan
 from dualmla_kernels.target import Target, target_of
@@ -245,7 +245,7 @@ def _decode(
         if LAZY:
             m, l, acc, far = _attend_piece(first_tile, end_tile, least, q, q_rope, m, l, acc, pages, kv_ptr, page_stride, c, limit, seq_len,
                                            D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, STAGES, EXACT)  # fmt: skip
-            _write_piece(m, l, acc, slot, row, first_token + token, head, groups * BM, live & (far == 0), k_scale,
+            _write_piece(m, l, acc, slot, row, first_token + token, head, groups * BM, tl.where(far > 0, 0, live) != 0, k_scale,
                          out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, out_token_stride, out_head_stride,
                          lse_head_stride, lse_token_stride, D, SLICES, EXACT)  # fmt: skip
             if far > 0:
@@ -342,7 +342,7 @@ class DecodeConfig:
         block_n: keys a tile.
         slices: the latent row is held in as many slices of columns.
         stages: tiles of keys under way.
-        lazy: whether the accumulator is rescaled only when a maximum has grown by 2^SLACK.
+        lazy: whether a piece is done with the maximum of its last tiles alone (`_attend_piece`); fp16 weights would overflow.
         programs: for the whole device.
         warps: of a program; waves of 64 lanes on AMD.
         pairs: whether `decode_hopper` does it, two tiles at a time, where it can.
@@ -372,12 +372,16 @@ def decode_config(rows: int, dtype: torch.dtype, device: torch.device, float8: b
         dtype: of the queries.
         float8: whether the cache is. A plan doesn't ask: keys a tile divide those without float8, all else it goes by is the same.
     """
-    target = target_of(device)
-    wide = rows > 16
+    return _config(rows > 16, dtype, target_of(device), float8)
+
+
+@functools.cache
+def _config(wide: bool, dtype: torch.dtype, target: Target, float8: bool) -> DecodeConfig:
     if target.platform == "cpu":
         # four programs, so that split rows are met in small tests too; the two sizes show both ways to rescale, float8 smaller tiles
         block_n = 32 if float8 else 64
-        return DecodeConfig(64 if wide else 16, block_n, slices=2 if wide else 1, stages=1, lazy=wide, programs=4, warps=1)
+        lazy = wide and dtype != torch.float16
+        return DecodeConfig(64 if wide else 16, block_n, slices=2 if wide else 1, stages=1, lazy=lazy, programs=4, warps=1)
     if target.platform == "hip":
         return _amd_config(wide, dtype, target, float8)
     if dtype == torch.float32:
@@ -391,19 +395,20 @@ def _amd_config(wide: bool, dtype: torch.dtype, target: Target, float8: bool) ->
     """For CDNA. A lane has 512 registers, vector and accumulation ones together, and everything here is about fitting into them.
 
     Slices of 128 columns, one tile at a time and 16 x 16 products keep what is in flight small. Two tiles at a time would
-    make gfx942, which can't read LDS transposed, fetch values by two bytes. A lazy rescale saves a tenth of all
-    instructions, but not the registers of a conversion from float8.
+    make gfx942, which can't read LDS transposed, fetch values by two bytes.
     """
-    # kpack: two steps of a product are read from LDS at once. CDNA4 has products of twice the depth instead
-    options = {"matrix_instr_nonkdim": 16, "kpack": 1 if target.arch == "gfx950" or dtype == torch.float32 else 2}
+    lazy, programs = dtype != torch.float16, target.processors
+    # kpack: two steps of a product are read from LDS at once, which Triton 3.6 has no registers for beside 64 rows. CDNA4 has
+    # products of twice the depth instead. With one wave to a SIMD the compiler may use all registers, which it does not always know
+    two_steps = target.arch != "gfx950" and dtype != torch.float32 and not wide
+    options = {"matrix_instr_nonkdim": 16, "kpack": 2 if two_steps else 1, "waves_per_eu": 1}
     if dtype == torch.float32:
-        return DecodeConfig(16, 16, slices=4, stages=1, lazy=True, programs=target.processors, warps=4, options=options)
+        return DecodeConfig(16, 16, slices=4, stages=1, lazy=lazy, programs=programs, warps=4, options=options)
     if wide:
-        block_n = 16 if float8 else 32
-        return DecodeConfig(64, block_n, slices=4, stages=1, lazy=not float8, programs=target.processors, warps=4, options=options)
+        return DecodeConfig(64, 16 if float8 else 32, slices=4, stages=1, lazy=lazy, programs=programs, warps=4, options=options)
     # A wave alone multiplies nothing twice and waits for nobody. Each has a SIMD to itself: four of them keep a compute unit's
     # memory busy while one waits, and each has its own share of the plan.
-    return DecodeConfig(16, 16, slices=4, stages=1, lazy=not float8, programs=4 * target.processors, warps=1, options=options)
+    return DecodeConfig(16, 16, slices=4, stages=1, lazy=lazy, programs=4 * programs, warps=1, options=options)
 
 
 def plan_decode(
@@ -463,10 +468,10 @@ def _dependent_launch(target: Target) -> bool:
 @functools.cache
 def _hopper() -> ModuleType | None:
     """`decode_hopper`, imported when first used; None where Triton has no Gluon."""
-    try:
-        from dualmla_kernels import decode_hopper
-    except ImportError:
+    if not HAS_GLUON:
         return None
+    from dualmla_kernels import decode_hopper
+
     return decode_hopper
 
 

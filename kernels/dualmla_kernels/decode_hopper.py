@@ -19,27 +19,13 @@ from __future__ import annotations
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from dualmla_kernels.gluon_compat import async_load, barrier, reinterpret
 from dualmla_kernels.launch import launch
 from dualmla_kernels.numerics import LN2, LOG2E
-
-# Gluon's names moved between Triton 3.6 and 3.9
-_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-_REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
-
-
-@gluon.jit
-def _reinterpret(shared, shape: gl.constexpr):
-    """The same shared memory in another shape."""
-    if _REINTERPRETS:
-        return shared.reinterpret(shared.dtype, shape, _IN_SHARED)
-    else:
-        return shared._reinterpret(shared.dtype, shape, _IN_SHARED)
-
 
 RANK, ROPE = 512, 64
 TILE = 64
@@ -85,14 +71,14 @@ def _piece(w, group, pieces_ptr, seq_lens_ptr, qo_indptr_ptr, H: gl.constexpr, C
 @gluon.jit
 def _signal(bar):
     """Every warp of the group is done with what the barrier guards."""
-    _barrier()
+    barrier()
     mbarrier.arrive(bar, count=1)
 
 
 @gluon.jit
 def _zero_rows(tiles, index: gl.constexpr, live):
     """Set rows `live` on of tile `index` of `tiles` [2, 64, 256] to 0, block by block of 8 rows and 64 columns, which are dense."""
-    blocks = _reinterpret(tiles, [2 * 32, 8, 64])
+    blocks = reinterpret(tiles, [2 * 32, 8, 64], _IN_SHARED)
     for block in range(live // 8, 8):
         row = gl.expand_dims(block * 8 + gl.arange(0, 8, layout=gl.SliceLayout(1, _BLOCK)), 1)
         for column in range(4):
@@ -105,7 +91,7 @@ def _fetch(rows, row, column: gl.constexpr, tiles, index: gl.constexpr, width: g
     """Tile `index` of `tiles` [2, 64, width], once it is empty, from `row` and `column` on."""
     mbarrier.wait(empty.index(guard), phase)
     mbarrier.expect(full.index(guard), _T * width * 2)
-    _copy(rows, [row, column], full.index(guard), tiles.index(index))
+    async_load(rows, [row, column], full.index(guard), tiles.index(index))
 
 
 @gluon.jit
@@ -116,7 +102,7 @@ def _fetch_values(
     if live < _T:
         mbarrier.wait(empty.index(guard), phase)
         mbarrier.expect(dead, _T * _HALF * 2)
-        _copy(rows, [row, column], dead, tiles.index(index))
+        async_load(rows, [row, column], dead, tiles.index(index))
         mbarrier.wait(dead, dead_tiles & 1)
         _zero_rows(tiles, index, live)
         fence_async_shared()
@@ -141,9 +127,9 @@ def _copy_warp(work, group, H: gl.constexpr, CAUSAL: gl.constexpr, PAGE: gl.cons
         mbarrier.wait(queries.index(1), (pieces & 1) ^ 1)
         mbarrier.expect(queries.index(0), _T * (_D + _R) * 2)
         row = first_token * H + group * _T  # rows past the request's are others' or, past the end, 0: nobody looks at their results
-        _copy(q_wide, [row, 0], queries.index(0), q_left)
-        _copy(q_wide, [row, _HALF], queries.index(0), q_right)
-        _copy(q_narrow, [row, _D], queries.index(0), q_rope)
+        async_load(q_wide, [row, 0], queries.index(0), q_left)
+        async_load(q_wide, [row, _HALF], queries.index(0), q_right)
+        async_load(q_narrow, [row, _D], queries.index(0), q_rope)
         pieces += 1  # noqa: SIM113 - Gluon has no enumerate
         pages = block_table_ptr + request.to(gl.int64) * table_stride
         last = gl.maximum(seq_len - 1, 0) // _T  # past it there is no page
@@ -265,7 +251,7 @@ def _math_even(work, group, H: gl.constexpr, CAUSAL: gl.constexpr, shared, bars,
             p0 = p.to(dtype)
             p_shared.store(p0)
             rows_shared.index(0).store(m0)
-            _barrier()
+            barrier()
             mbarrier.arrive(hand.index(0), count=1)
             mbarrier.arrive(empty.index(_ROPE_EVEN), count=1)
             o = o * gl.expand_dims(gl.convert_layout(a, _OUT_ROW), 1)
@@ -335,10 +321,10 @@ def _math_odd(work, group, H: gl.constexpr, CAUSAL: gl.constexpr, shared, bars, 
             p = gl.exp2(s * c - gl.expand_dims(shift, 1))
             l = l * a + gl.sum(p, 1)
             p1 = p.to(dtype)
-            _barrier()  # every warp has read p0 before p1 takes its place
+            barrier()  # every warp has read p0 before p1 takes its place
             p_shared.store(p1)
             rows_shared.index(1).store(m1)
-            _barrier()
+            barrier()
             mbarrier.arrive(hand.index(1), count=1)
             mbarrier.arrive(empty.index(_ROPE_ODD), count=1)
             o = o * gl.expand_dims(gl.convert_layout(a, _OUT_ROW), 1)

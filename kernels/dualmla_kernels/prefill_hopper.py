@@ -76,6 +76,7 @@ def _say(item, turn, field: gl.constexpr, value):
 
 @gluon.jit
 def _told(item, turn, field: gl.constexpr):
+    """A fact of the block of this turn, in a warpgroup."""
     return gl.max(item.index((turn & 1) * 5 + field).load(ONE_OF_FOUR), 0)
 
 
@@ -181,7 +182,7 @@ def _step(
     s = _scores(q, k, next_stage, WARPGROUP, BN)
     mbarrier.wait(v_full.index(stage), (tile // STAGES) & 1)
     acc = warpgroup_mma(p, v.index(stage).reshape([BN, 128]), acc, is_async=True)
-    s = warpgroup_mma_wait(1, deps=[s])
+    s = warpgroup_mma_wait(1, deps=[s])  # all but the value product
     barrier()
     mbarrier.arrive(k_free.index(next_stage), count=1)
     mbarrier.arrive(q_free, count=1, pred=key == 0)
@@ -233,7 +234,7 @@ def _attend(
         mbarrier.wait(q_full, (turn + 1) & 1)
         mbarrier.wait(k_full.index(tile % STAGES), (tile // STAGES) & 1)
         s = _scores(q, k, tile % STAGES, WARPGROUP, BN)
-        acc = warpgroup_mma_wait(3, deps=[acc])
+        acc = warpgroup_mma_wait(3, deps=[acc])  # all but the three products that `_scores` queues
         barrier()
         mbarrier.arrive(v_free.index(stage), count=1)
 
@@ -251,7 +252,7 @@ def _attend(
         gl.store(
             out_ptr + gl.expand_dims(out_at, 1) + gl.expand_dims(column, 0),
             result,
-            mask=gl.expand_dims(out_row < live, 1) & gl.expand_dims(column >= 0, 0),
+            mask=gl.expand_dims(out_row < live, 1) & gl.expand_dims(column >= 0, 0),  # of the whole tile's shape
         )
         turn += 1
         end = _told(item, turn, END)
@@ -264,6 +265,7 @@ def _prefill_hopper(
     q_head_stride, k_head_stride, v_head_stride, out_token_stride, out_head_stride, lse_head_stride, lse_token_stride,
     CAUSAL: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
+    """One program a multiprocessor: its buffers, its barriers, and who does what."""
     dtype: gl.constexpr = q_desc.dtype
     q = gl.allocate_shared_memory(dtype, [6, 64, 64], q_desc.layout)
     k = gl.allocate_shared_memory(dtype, [STAGES * 3, BN, 64], k_desc.layout)

@@ -58,29 +58,30 @@ def sort(args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
     """The kind of each argument, and its value as a launch takes it: tensors as their addresses. Ends before what has no kind."""
     kinds: list[Any] = []
     values: list[Any] = []
-    on_amd = torch.version.hip is not None
+    add_kind, add_value = kinds.append, values.append
+    tensor, on_amd = torch.Tensor, torch.version.hip is not None
     for arg in args:  # at every launch: no call that can be saved
         kind = type(arg)
         if kind is int:
             if not -(2**31) <= arg < 2**31:
-                kinds.append((arg % 16 == 0, arg < 2**63))
+                add_kind((arg % 16 == 0, arg < 2**63))
             else:
-                kinds.append(1 if arg == 1 else 0 if arg % 16 else 16)
-            values.append(arg)
-        elif isinstance(arg, torch.Tensor):
+                add_kind(1 if arg == 1 else 0 if arg % 16 else 16)
+            add_value(arg)
+        elif isinstance(arg, tensor):
             address = arg.data_ptr()
             dtype = arg.dtype
             if on_amd:
-                kinds.append((dtype, address % 16 == 0, arg.untyped_storage().size() < 2**31))
+                add_kind((dtype, address % 16 == 0, arg.untyped_storage().size() < 2**31))
             else:
-                kinds.append((dtype,) if address % 16 else dtype)
-            values.append(address)
+                add_kind((dtype,) if address % 16 else dtype)
+            add_value(address)
         elif arg is None or kind is float or kind is bool:
-            kinds.append(kind)
-            values.append(arg)
+            add_kind(kind)
+            add_value(arg)
         elif hasattr(arg, "block_shape"):
-            kinds.append((kind, arg.base.dtype, *arg.block_shape, getattr(arg, "layout", None)))
-            values.append(arg)
+            add_kind((kind, arg.base.dtype, *arg.block_shape, getattr(arg, "layout", None)))
+            add_value(arg)
         else:
             break
     return kinds, values

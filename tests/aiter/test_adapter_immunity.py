@@ -83,7 +83,7 @@ UNGUARDED: dict[str, tuple[Callable[[], None], Guard]] = {
     ),
     "8: the page size is 1": (
         lambda: decodes(Case([70, 33], [1, 1], page_size=4)),
-        (batch, "_keys", lambda meta: (meta.paged_kv_indptr, meta.paged_kv_indices)),
+        (batch, "_keys", lambda meta, slots: (meta.paged_kv_indptr, meta.paged_kv_indices)),
     ),
     "9: several tokens lose causality in persistent mode": (lambda: decodes(Case([65], [2], cache=FNUZ)), (plan, "rows_of", all_see_all)),
     "9: no persistent launch of several tokens": (
@@ -106,7 +106,7 @@ UNGUARDED: dict[str, tuple[Callable[[], None], Guard]] = {
         lambda: prefills(causal=True),
         (prefill, "rows_without_keys", lambda num_tokens, *args, **named: torch.zeros(num_tokens, dtype=torch.bool)),
     ),
-    "18: request b goes into row b": (lambda: decodes(Case([9, 7, 66], [1, 0, 1])), (launch, "tell", as_it_is)),
+    "18: request b goes into row b": (lambda: decodes(Case([9, 7, 66], [1, 0, 1])), (launch, "told", as_it_is)),
 }
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from aiter_case import SCALE, UNUSED_PAGE, Case
 
+from dualmla import advance_step
 from dualmla.backends.aiter import launch
 from dualmla.backends.aiter.batch import tell
 from dualmla.backends.aiter.signatures import Aiter, describe
@@ -82,6 +83,23 @@ def test_a_plain_batch_is_told_as_it_is() -> None:
     assert batch.seen is case.meta.seq_lens
     assert batch.row_of is None
     assert batch.kv_indices.data_ptr() == case.meta.paged_kv_indices.data_ptr()
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1], [3, 2], [1, 0]])
+def test_layers_of_a_step_share_what_is_told(query_lens: list[int]) -> None:
+    case = Case([9, 33], query_lens, page_size=4)
+    case.kv_cache = case.kv_cache.nan_to_num()  # the rows stepped into
+    case.meta.block_table[case.meta.block_table == UNUSED_PAGE] = 0
+    mla = stand_in.module("S2")
+    for steps in (1, 2):
+        for _ in range(3):
+            agree(case.decoded(mla)[0], case.reference()[0])
+        assert len({call["kv_indices"].data_ptr() for call in mla.calls[-3:]}) == 1
+        if steps == 1 and max(query_lens) == 1:  # and a step on is another one
+            tokens = torch.zeros(2, dtype=torch.int64)
+            advance_step(case.meta, tokens, tokens.clone(), tokens.clone())
+    case.decoded(mla, captured=True)  # into a graph that no state knows: within itself
+    assert mla.calls[-1]["kv_indices"].data_ptr() != mla.calls[-2]["kv_indices"].data_ptr()
 
 
 @pytest.mark.parametrize("query_lens", [[1, 1], [3, 2]])

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from dualmla.backends.aiter.batch import Batch, tell
+from dualmla.backends.aiter.batch import Batch, told
 from dualmla.backends.aiter.plan import work_plan
 from dualmla.backends.aiter.planner import HEADS
 from dualmla.backends.aiter.signatures import Aiter
@@ -89,7 +89,7 @@ def _decode_by_splits(
 ) -> None:
     """Not persistent: each request is cut into as many splits, whose results a second kernel puts together."""
     heads = q.shape[1]
-    batch = tell(meta, shape, q.shape[0], causal=causal, captured=captured)
+    batch = told(meta, shape, q.shape[0], causal=causal, captured=captured)
     asked = _repeat_heads(q if batch.row_of is None else q[batch.row_of], shape.heads)
     if isinstance(k_scale, torch.Tensor):  # the scale of the scores goes by value, and to read this one would be to wait
         asked = (asked.float() * k_scale).to(asked.dtype)

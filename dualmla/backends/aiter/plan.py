@@ -14,7 +14,7 @@ import contextlib
 
 import torch
 
-from dualmla.backends.aiter.batch import rows_of
+from dualmla.backends.aiter.batch import rows_of, step_of
 from dualmla.backends.aiter.planner import Planner
 from dualmla.metadata import MLAMetadata
 
@@ -46,14 +46,14 @@ class WorkPlan:
         num_slots: int | None,
     ) -> None:
         self._planner, self._dtypes, self._causal, self._fixed = planner, (dtype, kv_cache_dtype), causal, num_slots is not None
-        with _on(device):
+        with torch.inference_mode(False), _on(device):  # refilled inside and outside of it
             self.tables = planner.tables(rows, dtype, kv_cache_dtype, device)
-        self._qo_indptr, self._kv_indptr, self._last_page_lens, self._seen = (
-            torch.empty(rows + 1, dtype=torch.int32, device=device) for _ in range(4)
-        )
-        self.kv_indices = torch.empty(num_slots or 0, dtype=torch.int32, device=device)
+            self._qo_indptr, self._kv_indptr, self._last_page_lens, self._seen = (
+                torch.empty(rows + 1, dtype=torch.int32, device=device) for _ in range(4)
+            )
+            self.kv_indices = torch.empty(num_slots or 0, dtype=torch.int32, device=device)
         self._rows = 0
-        self._holds: tuple[int, ...] = ()
+        self._step: tuple[int, ...] = ()
 
     @property
     def qo_indptr(self) -> torch.Tensor:
@@ -79,14 +79,14 @@ class WorkPlan:
         """See to it that this is the plan of `meta` as it now is, for `num_tokens` rows, and stays so where a graph reads it."""
         if meta.kept.replayed:
             meta.kept.follow((self, num_tokens), meta.num_reqs, lambda: self.fill(meta, num_tokens))
-        if self._holds != _what(meta, num_tokens):
+        if self._step != step_of(meta, num_tokens):
             self.fill(meta, num_tokens)
 
     def fill(self, meta: MLAMetadata, num_tokens: int) -> None:
         """Plan `meta`, without a wait for the device. Constants are written too: a graph may have been captured around the rest."""
         from dualmla_kernels.token_slots import token_slots
 
-        self._rows, self._holds = num_tokens, _what(meta, num_tokens)
+        self._rows, self._step = num_tokens, step_of(meta, num_tokens)
         torch.arange(num_tokens + 1, dtype=torch.int32, device=meta.device, out=self.qo_indptr)
         self.last_page_lens.fill_(1)
         request, seen = rows_of(meta, num_tokens, causal=self._causal)
@@ -115,7 +115,7 @@ def work_plan(
     kept = meta.kept
     rows = max(num_tokens, kept.max_num_reqs * meta.max_query_len)
     plan = kept.get(
-        ("aiter", rows, dtype, kv_cache_dtype, causal),
+        ("aiter plan", rows, dtype, kv_cache_dtype, causal),
         lambda: WorkPlan(
             planner,
             rows,
@@ -131,12 +131,6 @@ def work_plan(
     else:
         plan.hold(meta, num_tokens)
     return plan
-
-
-def _what(meta: MLAMetadata, num_tokens: int) -> tuple[int, ...]:
-    """What a plan is of: the batch last written. Another stream does not wait for what this one fills, a graph state has but one."""
-    one_stream = meta.kept.replayed or meta.device.type != "cuda"
-    return meta.kept.writes, meta.num_reqs, num_tokens, 0 if one_stream else torch.cuda.current_stream(meta.device).cuda_stream
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
