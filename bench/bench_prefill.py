@@ -12,8 +12,8 @@ from conftest import DEVICE
 from timing import BACKENDS, against_peers, in_turns, needs_gpu, time_case
 
 from dualmla.bench.clock import Ceilings, Clock
+from dualmla.bench.peers import Peer
 from dualmla.bench.report import geometric_mean
-from dualmla.bench.subjects import Peer
 from dualmla.testing.timed import TimedCase, timed_grid
 
 pytestmark = needs_gpu

@@ -4,20 +4,26 @@ Needs no GPU, only Triton, and some ten minutes of a processor. Ends with 1 wher
 
     --arch gfx942      for this chip alone; may be repeated
     --quick            the cases of the tests alone
+    --jobs 8           processes
     --write FILE       the tables as Markdown, with what other versions of Triton last wrote there kept
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import multiprocessing
 import re
 import sys
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import triton
 
-from dualmla_kernels.compiled import compile_launch, faults, measure
-from dualmla_kernels.registry import KNOWN_FAULTS, registered
+from dualmla_kernels.compiled import Facts, compile_launch, faults, measure
+from dualmla_kernels.registry import known_fault, registered
 from dualmla_kernels.target import CHIPS
 
 HEAD = """# What our kernels become
@@ -33,26 +39,42 @@ Written by `python bench/compiled.py --write docs/compiled.md`, once for each ve
 """
 
 
-def table(arch: str, *, quick: bool) -> tuple[list[str], list[str]]:
-    """Rows of Markdown for a chip, one a distinct piece of machine code, and the faults that nobody knew of."""
+@dataclass(frozen=True)
+class Code:
+    """The machine code of one registered launch; `digest` tells codes apart."""
+
+    item: str
+    case: str
+    digest: str
+    facts: Facts
+    faults: list[str]
+
+
+def compile_one(arch: str, number: int, quick: bool) -> Code:
+    """What launch `number` of a chip's registry becomes."""
     target = CHIPS[arch]
+    item = next(itertools.islice(registered(target, quick=quick), number, None))
+    kernel = compile_launch(item.launch, target)
+    facts = measure(kernel, target)
+    return Code(item.kernel, item.case, kernel.hash, facts, faults(facts, target, matrix=item.matrix, wide=item.wide))
+
+
+def table(arch: str, codes: Iterable[Code]) -> tuple[list[str], list[str]]:
+    """Rows of Markdown for a chip, one a distinct piece of machine code, and the faults that nobody knew of."""
     rows = ["| kernel | case | registers | spilled | LDS | matrix | 16-byte loads |", "|---|---|---|---|---|---|---|"]
     broken, seen = [], set()
-    for item in registered(target, quick=quick):
-        kernel = compile_launch(item.launch, target)
-        if kernel.hash in seen:
+    for code in codes:
+        if code.digest in seen:
             continue
-        seen.add(kernel.hash)
-        facts = measure(kernel, target)
-        found = faults(facts, target, matrix=item.matrix, wide=item.wide)
-        known = KNOWN_FAULTS.get((arch, item.kernel))
-        if found and known is None:
-            broken += [f"{arch}, {item.kernel} ({item.case}): {fault}" for fault in found]
+        seen.add(code.digest)
+        facts, known = code.facts, known_fault(arch, code.item, code.case)
+        if code.faults and known is None:
+            broken += [f"{arch}, {code.item} ({code.case}): {fault}" for fault in code.faults]
         matrix = ", ".join(f"{count} {name}" for name, count in facts.matrix.items() if count) or "-"
-        spilled = f"{facts.spilled} / {facts.scratch_bytes} B" + (f" ({known})" if found and known else "")
-        row = (item.kernel, item.case, str(facts.registers), spilled, str(facts.shared_bytes), matrix, f"{facts.wide_share:.0%}")
+        spilled = f"{facts.spilled} / {facts.scratch_bytes} B" + (f" ({known})" if code.faults and known else "")
+        row = (code.item, code.case, str(facts.registers), spilled, str(facts.shared_bytes), matrix, f"{facts.wide_share:.0%}")
         rows.append(f"| {' | '.join(row)} |")
-        print(arch, *row, *found, sep=" · ", flush=True)
+        print(arch, *row, *code.faults, sep=" · ", flush=True)
     return rows, broken
 
 
@@ -68,16 +90,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", action="append", choices=CHIPS)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--write", type=Path)
     arguments = parser.parse_args()
     broken: list[str] = []
     sections = {}
-    for arch in arguments.arch or CHIPS:
-        rows, found = table(arch, quick=arguments.quick)
-        sections[f"{arch}, Triton {triton.__version__}"] = rows
-        broken += found
-    if arguments.write is not None:
-        write(arguments.write, sections)
+    # in processes of their own: Triton's driver is a global, and a compiler is one thread
+    with ProcessPoolExecutor(arguments.jobs, multiprocessing.get_context("spawn")) as pool:
+        for arch in arguments.arch or CHIPS:
+            count = sum(1 for _ in registered(CHIPS[arch], quick=arguments.quick))
+            codes = pool.map(compile_one, itertools.repeat(arch), range(count), itertools.repeat(arguments.quick))
+            rows, found = table(arch, codes)
+            sections[f"{arch}, Triton {triton.__version__}"] = rows
+            broken += found
+            if arguments.write is not None:
+                write(arguments.write, sections)
     print(*broken, sep="\n", file=sys.stderr)
     return 1 if broken else 0
 

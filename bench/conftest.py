@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dualmla.bench.clock import Ceilings, Clock, measure_ceilings
-from dualmla.bench.subjects import Peer, load_peers
+from dualmla.bench.peers import Peer, load_peers
 from dualmla.differential.machine import device_name, versions
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

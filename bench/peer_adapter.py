@@ -1,4 +1,4 @@
-"""dualmla in the form of the peers' benchmark driver: `make` for decode; planning happens outside the timed call, as the peers do."""
+"""dualmla in the form of the peers' benchmark driver: `make` and `make_prefill`; a decode is planned before it is timed, as theirs are."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dualmla_kernels.decode import mla_decode, plan_decode
+from dualmla_kernels.prefill import mla_prefill
 
 
 def make(
@@ -37,3 +38,16 @@ def make(
         return out
 
     return decode
+
+
+def make_prefill(seq_lens: list[int], heads: int, dtype: torch.dtype = torch.bfloat16, inputs: Any = None) -> Callable[[], torch.Tensor]:
+    """A callable that prefills `inputs` (q, k, v, cu, scale) causally and returns out [T, heads, 128]; what is planned is timed too."""
+    tokens = inputs.q.shape[0]
+    out = torch.empty(tokens, heads, 128, dtype=dtype, device=inputs.q.device)
+    lse = torch.empty(heads, tokens, dtype=torch.float32, device=inputs.q.device)
+
+    def prefill() -> torch.Tensor:
+        mla_prefill(inputs.q, inputs.k, inputs.v, inputs.cu, inputs.cu, max(seq_lens), inputs.scale, causal=True, out=out, lse=lse)
+        return out
+
+    return prefill

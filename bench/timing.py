@@ -12,10 +12,11 @@ from conftest import DEVICE
 import dualmla
 from dualmla.bench.clock import Ceilings, Clock
 from dualmla.bench.inputs import draw
+from dualmla.bench.peers import Peer
 from dualmla.bench.report import geometric_mean
 from dualmla.bench.results import Row
 from dualmla.bench.run import measure
-from dualmla.bench.subjects import Peer, Registered
+from dualmla.bench.subjects import Registered
 from dualmla.testing import YARN_SCALE
 from dualmla.testing.timed import TimedCase
 

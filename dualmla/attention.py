@@ -262,8 +262,15 @@ def default_workspace_tokens(cfg: MLAConfig) -> int:
     return max(WORKSPACE_BYTES // (numbers * cfg.dtype.itemsize), 1)
 
 
+LATENT_COST = 1.25
+"""What a multiply-add of the attention over latent rows costs, one of the up-projection or of a prefill being 1."""
+
+LATENT_START = 512
+"""Tokens of context that attention over latent rows takes longer for, whatever the context."""
+
+
 def absorbed_is_cheaper(cfg: MLAConfig, query_lens: list[int], context_lens: list[int]) -> bool:
-    """Whether prefills take fewer flops over the latent rows than over up-projected keys and values.
+    """Whether prefills take less time over the latent rows than over up-projected keys and values.
 
     With n queries over c tokens of context, L = kv_lora_rank, N, R = qk_nope_head_dim, qk_rope_head_dim, V = v_head_dim and
     p = n c + n^2 / 2 pairs of query and key, multiply-adds a head are
@@ -271,9 +278,10 @@ def absorbed_is_cheaper(cfg: MLAConfig, query_lens: list[int], context_lens: lis
         up-projected    (n + c) L (N + V)  +  p (N + R + V)        every key is projected
         absorbed         n      L (N + V)  +  p (2 L + R)          every query is, in and out
 
-    so that absorbing saves c L (N + V) and costs p (2 L - N - V) more: with DeepSeek's sizes it is cheaper for fewer than
-    about 170 queries over a long context, and never without one.
+    so that absorbing saves c L (N + V). Its pairs count `LATENT_COST` times and are n `LATENT_START` more, as measured on an H200
+    (docs/performance.md): with DeepSeek's sizes it is cheaper for fewer than about 125 queries over a long context, 80 over
+    1024 tokens, and never without one.
     """
     saved = sum(max(c, 0) for c in context_lens) * cfg.kv_lora_rank * (cfg.qk_nope_head_dim + cfg.v_head_dim)
-    pairs = sum(n * max(c, 0) + n * n / 2 for n, c in zip(query_lens, context_lens, strict=True))
-    return pairs * (2 * cfg.kv_lora_rank - cfg.qk_nope_head_dim - cfg.v_head_dim) < saved
+    pairs = sum(n * (max(c, 0) + LATENT_START) + n * n / 2 for n, c in zip(query_lens, context_lens, strict=True))
+    return pairs * (LATENT_COST * (2 * cfg.kv_lora_rank + cfg.qk_rope_head_dim) - cfg.qk_head_dim - cfg.v_head_dim) < saved

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -17,11 +17,53 @@ from dualmla.config import MLAConfig
 if TYPE_CHECKING:
     from dualmla_kernels.plan import SplitPlan as SplitPlan  # noqa: PLC0414 - for other modules' annotations too
 
+T = TypeVar("T")
+
 PAGES_AHEAD = 256
 """Table entries past a request's live pages that a copied table holds: as many pages as `advance_step` can step into."""
 
 SEQ_LENS, QUERY_LENS, LAST_PAGE_LENS, QO_INDPTR, KV_INDPTR, PREFILL_QO_INDPTR, PREFILL_KV_INDPTR = range(7)
 """Rows of the one tensor that holds what has an entry a request; in this order in the kernel too."""
+
+
+class KeptPlans:
+    """What backends derive from a batch and keep with its buffers: sized once, and shared by all layers of a step.
+
+    A copy of metadata, or one in another process, starts with none.
+
+    Arguments:
+        max_num_reqs: most requests of the batches to come.
+        replayed: graphs read what is kept without asking for it, so it must follow each write.
+
+    Attributes:
+        writes: batches written so far.
+    """
+
+    def __init__(self, max_num_reqs: int = 0, *, replayed: bool = False) -> None:
+        self.max_num_reqs, self.replayed, self.writes = max_num_reqs, replayed, 0
+        self._kept: dict[Hashable, Any] = {}
+        self._followers: dict[Hashable, tuple[int, Callable[[], None]]] = {}
+
+    def __reduce__(self) -> tuple[Callable[..., KeptPlans], tuple[int]]:
+        return type(self), (self.max_num_reqs,)
+
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What is kept under `key`, made when it is first asked for."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        kept: T = self._kept[key]
+        return kept
+
+    def follow(self, key: Hashable, num_reqs: int, refill: Callable[[], None]) -> None:
+        """Call `refill` after each write of a batch of `num_reqs` requests; one a key."""
+        self._followers[key] = num_reqs, refill
+
+    def written(self, num_reqs: int) -> None:
+        """A batch of `num_reqs` requests was written."""
+        self.writes += 1
+        for wanted, refill in self._followers.values():
+            if wanted == num_reqs:
+                refill()
 
 
 class MetadataBuffers:
@@ -35,6 +77,7 @@ class MetadataBuffers:
         num_tokens: new tokens that slots are there for; `reserve_tokens` makes room for more.
         prefills: the batch may hold prefills, whose page ids are packed once more for their own view.
         own_table: the block table is copied: `table` int32 [max_num_reqs, max_num_pages].
+        replayed: graphs read the buffers, and what backends keep with them.
 
     Attributes:
         on_replay: called with the batch size after each replay of a graph that reads these buffers; what shadow mode hangs on.
@@ -50,30 +93,43 @@ class MetadataBuffers:
         num_tokens: int,
         prefills: bool = False,
         own_table: bool = False,
+        replayed: bool = False,
     ) -> None:
         self.device = device
+        self.kept = KeptPlans(max_num_reqs, replayed=replayed)
         self.page_size = page_size
         self.on_replay: list[Callable[[int], None]] = []
         self._fields = torch.zeros(7, max_num_reqs + 1, dtype=torch.int32, device=device)
         self._rows = self._fields.unbind()
-        self._slots = torch.full((num_tokens,), -1, dtype=torch.int64, device=device)
+        self._views: dict[tuple[int, int], torch.Tensor] = {}
+        first = self._fields.data_ptr()
+        self._addresses = range(first, first + self._fields.nbytes)
+        self._slots = self._slots_view = torch.full((num_tokens,), -1, dtype=torch.int64, device=device)
         pages = max_num_reqs * max_num_pages
         self.indices = torch.zeros(pages, dtype=torch.int32, device=device)
         self.prefill_indices = torch.zeros(pages, dtype=torch.int32, device=device) if prefills else None
         self.table = torch.zeros(max_num_reqs, max_num_pages, dtype=torch.int32, device=device) if own_table else None
 
     def row(self, field: int, length: int) -> torch.Tensor:
-        """int32 [length], one of the index tensors named above."""
-        return self._rows[field][:length]
+        """int32 [length], one of the index tensors named above; the same object for the same length."""
+        view = self._views.get((field, length))
+        if view is None:
+            view = self._views[field, length] = self._rows[field][:length]
+        return view
 
     def slots(self, num_tokens: int) -> torch.Tensor:
         """int64 [num_tokens], the slots of the first tokens; shorter where `reserve_tokens` made no room."""
-        return self._slots[:num_tokens]
+        if self._slots_view.shape[0] != num_tokens:
+            self._slots_view = self._slots[:num_tokens]
+        return self._slots_view
 
     def reserve_tokens(self, num_tokens: int) -> None:
         """Make room for the slots of so many tokens: a power of two, so that growth comes to an end."""
         if num_tokens > self._slots.shape[0]:
-            self._slots = torch.full((1 << (num_tokens - 1).bit_length(),), -1, dtype=torch.int64, device=self.device)
+            with torch.inference_mode(False):  # written again inside and outside of it
+                self._slots = self._slots_view = torch.full(
+                    (1 << (num_tokens - 1).bit_length(),), -1, dtype=torch.int64, device=self.device
+                )
 
     def stage(self, query_lens: torch.Tensor) -> torch.Tensor:
         """Host lengths on the device, without a wait: through pinned memory that its allocator keeps until the copy is done."""
@@ -81,7 +137,7 @@ class MetadataBuffers:
 
     def own(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in the memory that a launch writes first and reads last."""
-        return tensor.untyped_storage().data_ptr() == self._fields.untyped_storage().data_ptr()
+        return tensor.data_ptr() in self._addresses
 
     def write(
         self,
@@ -107,6 +163,7 @@ class MetadataBuffers:
         """
         write = self._write_with_torch if self.device.type == "cpu" or not _triton_found() else self._write_with_kernel
         write(block_table, seq_lens, query_lens, num_reqs=num_reqs, num_decodes=num_decodes, num_tokens=num_tokens, plan=plan)
+        self.kept.written(num_reqs)
 
     def _write_with_kernel(
         self,
@@ -226,7 +283,8 @@ class PlanBuffers:
                 from dualmla_kernels.plan import allocate_plan
 
                 shape = plan_shape(self._cfg.num_heads, max_query_len, self._cfg.dtype, self._device)
-                self._plans[max_query_len] = allocate_plan(self._max_num_reqs, shape, self._device)
+                with torch.inference_mode(False):  # written again inside and outside of it
+                    self._plans[max_query_len] = allocate_plan(self._max_num_reqs, shape, self._device)
             view = self._views[num_decodes, max_query_len] = self._plans[max_query_len].of(num_decodes)
         return view
 

@@ -71,9 +71,11 @@ def info(json: Annotated[bool, typer.Option("--json", help="For machines.")] = F
     except ValueError as error:
         _fail(str(error))
     packages, place, variables = versions(), device_name(device), environment()
+    usable = any(report.name == "aiter" and report.usable for report in reports)
+    certificate = _certificate(device) if usable else None
     if json:
-        backends = [vars(report) for report in reports]
-        _print_json({"versions": packages, "device": place, "environment": variables, "config": str(config), "backends": backends})
+        told = {"versions": packages, "device": place, "environment": variables, "config": str(config), "certificate": certificate}
+        _print_json({**told, "backends": [vars(report) for report in reports]})
         return
     console = _console()
     console.print("  ".join(f"[bold]{name}[/] {version or '[dim]not installed[/]'}" for name, version in packages.items()), highlight=False)
@@ -83,13 +85,19 @@ def info(json: Annotated[bool, typer.Option("--json", help="For machines.")] = F
     console.print("\nfor DeepSeek's layer with 16 heads in bfloat16 and page size 1:", highlight=False)
     for report in reports:
         _print_backend(console, report)
-        if report.name == "aiter" and report.usable:
-            _print_certificate(console, device)
+        if report.name == "aiter" and certificate is not None:
+            console.print(f"      {certificate}", style="dim", markup=False, highlight=False)
 
 
 Load = Annotated[
     list[Path] | None,
     typer.Option(metavar="FILE.py", exists=True, dir_okay=False, help="Run first; may register a backend. Can be repeated."),
+]
+
+
+Emulate = Annotated[
+    str | None,
+    typer.Option(metavar="ARCH", help="gfx942 or gfx950: execute the machine code of aiter or triton (the default) on an emulated one."),
 ]
 
 
@@ -110,7 +118,10 @@ def check(
     against: Annotated[str, typer.Option(metavar="NAME", help="A second backend; float64 judges both.")] = "reference",
     grid: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="quick, aiter, flashmla, vllm or peers; quick unless --cases or --time ask for random cases."),
+        typer.Option(
+            metavar="NAME",
+            help="quick (with --emulate: emulated), aiter, flashmla, vllm or peers; the first unless --cases or --time ask for random ones",
+        ),
     ] = None,
     cases: Annotated[int | None, typer.Option(min=1, metavar="N", help="So many random cases.")] = None,
     seed: Annotated[int, typer.Option(metavar="S", help="Of the random cases.")] = 0,
@@ -122,6 +133,7 @@ def check(
         int | None,
         typer.Option(min=1, metavar="N", help="Processes that share the work; else one a core and 25 cases."),
     ] = None,
+    emulate: Emulate = None,
     device: Device = None,
     load: Load = None,
     save_failures: Annotated[Path | None, typer.Option(metavar="DIR", help="Write a repro of each kind of failure there.")] = None,
@@ -136,35 +148,41 @@ def check(
     import itertools
 
     from dualmla.differential.check import Plan, default_jobs
+    from dualmla.differential.emulated_grid import emulated_grid, for_chip
     from dualmla.differential.files import check_destinations, to_html, to_json, to_junit
     from dualmla.differential.grids import GRIDS, random_problems
     from dualmla.differential.report import print_report
 
-    if grid is not None and grid not in GRIDS:
-        _fail(f"--grid must be one of {', '.join(GRIDS)}, got {grid!r}")
+    grids = {**GRIDS, "emulated": emulated_grid}
+    if grid is not None and grid not in grids:
+        _fail(f"--grid must be one of {', '.join(grids)}, got {grid!r}")
+    others = [] if against == "reference" else [against]
+    names = _emulated(emulate, [backend or "triton", *others], device) if emulate else [backend, *others]
+    usual = "emulated" if emulate else "quick"
     asked_random = cases is not None or (time is not None and grid is None)
     try:
         check_destinations(files={"--json": json, "--junit": junit, "--html": html}, repros=save_failures)
     except (ImportError, OSError) as error:
         _fail(str(error))
-    draws = GRIDS[grid or "quick"]() if grid or not asked_random else []
-    title = f"grid {grid or 'quick'}" if draws else ""
+    draws = grids[grid or usual]() if grid or not asked_random else []
+    title = f"grid {grid or usual}" if draws else ""
     total: int | None = len(draws)
     if asked_random:
         total = None if cases is None else len(draws) + cases
         title = " and ".join(filter(None, (title, f"{'' if cases is None else f'{cases} '}random cases of seed {seed}")))
     problems = itertools.chain(draws, itertools.islice(random_problems(seed), cases)) if asked_random else draws
     plan = Plan(
-        backends=[backend] if against == "reference" else [backend, against],
-        device=device or _default_device(),
+        backends=names,
+        device="cpu" if emulate else device or _default_device(),
         title=title,
         load=tuple(load or ()),
         seconds=time,
         save=save_failures,
-        jobs=jobs or (default_jobs(total) if grid in (None, "quick") else 1),  # a problem of the others grows to gigabytes
+        limit=600.0 if emulate else 120.0,  # the emulator and each kernel are compiled when they are first needed
+        jobs=jobs or (default_jobs(total) if grid in (None, "quick", "emulated") else 1),  # a problem of the others grows to gigabytes
     )
     console = _console()
-    report = _run_check(console, problems, plan, total)
+    report = _run_check(console, for_chip(problems, emulate) if emulate else problems, plan, total)
     print_report(console, report)
     for path, convert in ((json, to_json), (junit, to_junit), (html, to_html)):
         if path is not None:
@@ -183,6 +201,7 @@ def replay(
     """Run a repro that `check --save-failures` or shadow mode wrote. Exit status as of check."""
     from dualmla.differential import repro
     from dualmla.differential.check import Plan
+    from dualmla.differential.emulated import is_emulated
     from dualmla.differential.report import print_report
 
     try:
@@ -193,7 +212,9 @@ def replay(
     console.print(f"{saved.problem.operation} {saved.problem.title}", style="bold", markup=False, highlight=False)
     for finding in saved.findings:
         console.print(f"{saved.backend} then, {finding['contract']}: {finding['sentence']}", style="dim", markup=False, highlight=False)
-    plan = Plan([backend or saved.backend], device or _default_device(), f"replay of {file}", tuple(load or ()), shrink_seconds=0)
+    name = backend or saved.backend
+    place = device or ("cpu" if is_emulated(name) else _default_device())
+    plan = Plan([name], place, f"replay of {file}", tuple(load or ()), shrink_seconds=0)
     report = _run_check(console, [lambda: saved.problem], plan, 1)
     print_report(console, report)
     raise typer.Exit(DISAGREE if report.failed else AGREE if report.ran else COULD_NOT_RUN)
@@ -204,6 +225,7 @@ def certify(
     heads: Annotated[list[int] | None, typer.Option(min=1, metavar="H", help="Query heads on a rank; can be repeated. [16, 128]")] = None,
     max_query_len: Annotated[int, typer.Option(min=1, max=4, help="Most query tokens of a decode.")] = 1,
     return_lse: Annotated[bool, typer.Option("--return-lse", help="Decodes with the LSE too.")] = False,
+    float8_cache: Annotated[bool, typer.Option("--float8-cache", help="Decodes over a float8 cache too, of the GPU's flavour.")] = False,
     limit: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Of one case, AITER's import and builds included.")] = 600,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Else DUALMLA_CERTIFICATE, else a file in the user's cache.")] = None,
     device: Device = None,
@@ -221,15 +243,17 @@ def certify(
     from dualmla.differential.certify import groups, machine_of
     from dualmla.differential.files import check_destinations
     from dualmla.differential.report import print_certificate
-    from dualmla.validation import checked_device
+    from dualmla.validation import checked_device, device_float8
 
     console = _console()
     place = device or _default_device()
-    wanted = groups(heads or [16, 128], max_query_len=max_query_len, return_lse=return_lse)
     path = out or default_path()
     try:
         check_destinations(files={"--out": out})
-        machine = machine_of(checked_device(torch.device(place)))
+        where = checked_device(torch.device(place))
+        machine = machine_of(where)
+        caches = [torch.bfloat16, device_float8(where)] if float8_cache else [torch.bfloat16]
+        wanted = groups(heads or [16, 128], max_query_len=max_query_len, return_lse=return_lse, kv_cache_dtypes=caches)
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("certifying", total=len(wanted))
             found = run(wanted, machine, device=place, limit=limit, on_entry=lambda entry: progress.advance(task))
@@ -239,6 +263,55 @@ def certify(
     print_certificate(console, found)
     console.print(f"wrote {path}", style="dim", highlight=False)
     raise typer.Exit(AGREE if all(entry.passed for entry in found.entries) else DISAGREE)
+
+
+@app.command()
+def profile(
+    emulate: Annotated[str, typer.Option(metavar="ARCH", help="The chip: gfx942 or gfx950.")],
+    backend: Annotated[list[str] | None, typer.Option(metavar="NAME", help="aiter or triton; both, side by side, when not given.")] = None,
+    heads: Annotated[list[int] | None, typer.Option(min=1, metavar="H", help="Query heads; can be repeated. [16]")] = None,
+    kv: Annotated[list[int] | None, typer.Option(min=1, metavar="N", help="Keys of the request; can be repeated. [1024, 4096]")] = None,
+    page_size: Annotated[int, typer.Option(min=1, metavar="N", help="Of the cache; AITER is told of pages of one token.")] = 1,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all counts there.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="A picture of them: .png, .svg or .pdf.")] = None,
+) -> None:
+    """Executed wave-instructions of a decode on an emulated chip, by kind and kernel, AITER beside ours.
+
+    Two lengths tell what each further key costs. Exit status: 0 done, 1 a result was wrong, 2 could not run.
+    """
+    from rich.progress import Progress
+
+    from dualmla.backends.base import BackendUnavailable
+    from dualmla.bench.plot import check_plot
+    from dualmla.differential.files import check_destinations
+    from dualmla.differential.profile import print_profiles, profiles, to_json
+    from dualmla.differential.profile_plot import save_plot
+
+    names, counts, lengths = backend or ["aiter", "triton"], heads or [16], kv or [1024, 4096]
+    _emulated(emulate, names, None)
+    console = _console()
+    done = []
+    try:
+        check_destinations(files={"--json": json, "--plot": plot})
+        if plot is not None:
+            check_plot(plot)
+        with Progress(console=console, transient=True) as progress:
+            task = progress.add_task("executing", total=len(names) * len(counts) * len(lengths))
+            for measured in profiles(emulate, names, counts, lengths, page_size):
+                done.append(measured)
+                progress.update(task, advance=1)
+        print_profiles(console, done)
+        if json is not None:
+            json.write_text(to_json(done))
+        if plot is not None:
+            save_plot(plot, done)
+    except (BackendUnavailable, ImportError, OSError, ValueError) as error:
+        _fail(str(error))
+    except RuntimeError as error:
+        _fail(str(error), DISAGREE)
+    for path in (json, plot):
+        if path is not None:
+            console.print(f"wrote {path}", style="dim", highlight=False)
 
 
 @app.command()
@@ -334,10 +407,11 @@ def _run_bench(
     """What was asked, made sure of before anything is run, then `run_bench` behind a progress bar."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from dualmla.bench.choice import chosen, load_files
     from dualmla.bench.clock import Clock
+    from dualmla.bench.peers import load_peers
     from dualmla.bench.run import run_bench
     from dualmla.bench.shapes import asked_cases, bench_device
-    from dualmla.bench.subjects import chosen, load_files, load_peers
 
     place = bench_device(device)
     cases = asked_cases(asked, grid, place)
@@ -359,17 +433,31 @@ def _run_check(console: Console, problems: Iterable[Draw], plan: Plan, total: in
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("checking", total=total)
-        wrong = 0
+        wrong = executed = 0
 
         def on_row(row: Row) -> None:
-            nonlocal wrong
+            nonlocal wrong, executed
             wrong += fails(row)
-            progress.update(task, advance=1, description=f"checking, [red]{wrong} wrong[/]" if wrong else "checking")
+            executed += sum(verdict.execution.instructions for verdict in row if verdict.execution)
+            told = f"checking{f', {executed / 1e6:.1f} M instructions' if executed else ''}{f', [red]{wrong} wrong[/]' if wrong else ''}"
+            progress.update(task, advance=1, description=told)
 
         try:
             return run_check(problems, plan, on_row)
         except (WorkerFailed, ImportError, OSError) as error:
             _fail(str(error))
+
+
+def _emulated(arch: str, backends: list[str], device: str | None) -> list[str | None]:
+    """What the backends are called on an emulated chip."""
+    from dualmla.differential.emulated import emulated_name
+
+    if device not in (None, "cpu"):
+        _fail(f"--emulate works on tensors of the CPU: --device must be cpu, got {device!r}")
+    try:
+        return [emulated_name(name, arch) for name in backends]
+    except ValueError as error:
+        _fail(str(error))
 
 
 def _default_device() -> str:
@@ -390,17 +478,15 @@ def _print_backend(console: Console, report: BackendReport) -> None:
         console.print(f"      {reason}", style="dim", markup=False, highlight=False)
 
 
-def _print_certificate(console: Console, device: torch.device) -> None:
-    """Which certificate auto goes by on a device that AITER runs on."""
+def _certificate(device: torch.device) -> str:
+    """Which certificate auto goes by on a device that AITER runs on, or why there is none."""
     from dualmla.backends.aiter.certificate import in_force
     from dualmla.differential.certify import machine_of
 
     found = in_force(machine_of(device))
     if isinstance(found, str):
-        told = found
-    else:
-        told = f"certificate of {found.date}: {sum(entry.passed for entry in found.entries)} of {len(found.entries)} shapes passed"
-    console.print(f"      {told}", style="dim", markup=False, highlight=False)
+        return found
+    return f"certificate of {found.date}: {sum(entry.passed for entry in found.entries)} of {len(found.entries)} shapes passed"
 
 
 def _print_json(value: object) -> None:
@@ -409,6 +495,6 @@ def _print_json(value: object) -> None:
     print(json.dumps(value, indent=1))
 
 
-def _fail(message: str) -> NoReturn:
+def _fail(message: str, status: int = COULD_NOT_RUN) -> NoReturn:
     Console(stderr=True).print(message, style="bold red", markup=False, highlight=False)
-    raise typer.Exit(COULD_NOT_RUN)
+    raise typer.Exit(status)

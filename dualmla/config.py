@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
 import sys
 from dataclasses import dataclass
 
@@ -13,6 +15,9 @@ COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_HEAD_DIM = 512
 """Numbers a query, key or value head: the tiles of the prefill kernel are made for no more."""
 
+MOST_PAGE_SIZE = 2**24
+"""Tokens a page: kernels round lengths up to pages in int32."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MLAConfig:
@@ -22,7 +27,7 @@ class MLAConfig:
         num_heads: query heads on this rank.
         softmax_scale: factor of the scores q.k before the softmax. Never derived from a head dimension: models with
             YaRN multiply `(qk_nope_head_dim + qk_rope_head_dim) ** -0.5` by their squared mscale.
-        page_size: tokens in a page of the latent cache.
+        page_size: tokens in a page of the latent cache, up to 2^24.
         kv_lora_rank: numbers of the compressed latent `kv_c`; a power of two, 32..512.
         qk_nope_head_dim: query/key numbers a head without position; a multiple of 16.
         qk_rope_head_dim: query/key numbers a head with rotary position; a multiple of 16, 16..128.
@@ -51,11 +56,8 @@ class MLAConfig:
                 raise TypeError(f"{name} must be an int, got {value!r}")
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        scale = self.softmax_scale
-        if not isinstance(scale, int | float) or isinstance(scale, bool):
-            raise TypeError(f"softmax_scale must be a float, got {scale!r}")
-        if not 0 < scale <= sys.float_info.max:
-            raise ValueError(f"softmax_scale must be finite and positive, got {scale}")
+        check_page_size("page_size", self.page_size)
+        check_scale("softmax_scale", self.softmax_scale)
         check_latent_dims(self.kv_lora_rank, self.qk_rope_head_dim)
         for name in ("qk_nope_head_dim", "v_head_dim"):
             if getattr(self, name) % 16:
@@ -84,6 +86,24 @@ class MLAConfig:
     def cache_dtype(self) -> torch.dtype:
         """`kv_cache_dtype`, typed as what it is once a config is made: never None."""
         return self.kv_cache_dtype or self.dtype
+
+
+def check_scale(name: str, scale: object) -> float:
+    """A Python number that is finite and positive, and still is when a kernel takes it in fp32."""
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
+        raise TypeError(f"{name} must be a float, got {type(scale).__name__}: {scale!r}")
+    if not 0 < scale <= sys.float_info.max:
+        raise ValueError(f"{name} must be finite and positive, got {scale}")
+    rounded = ctypes.c_float(scale).value
+    if rounded == 0 or math.isinf(rounded):
+        raise ValueError(f"{name} must be finite and positive in fp32, got {scale}")
+    return float(scale)
+
+
+def check_page_size(name: str, page_size: int) -> None:
+    """Raise ValueError unless the kernels can count in pages of so many tokens."""
+    if not 1 <= page_size <= MOST_PAGE_SIZE:
+        raise ValueError(f"{name} must be 1 to {MOST_PAGE_SIZE} tokens, got {page_size}")
 
 
 def check_latent_dims(kv_lora_rank: int, qk_rope_head_dim: int) -> None:

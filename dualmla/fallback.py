@@ -41,7 +41,7 @@ def chained(backends: tuple[type[MLABackend], ...]) -> type[MLABackend]:
         backends: at least one. One that never hands a call on ends the row, and is returned as it is when it comes first.
     """
     first = backends[0]
-    if len(backends) == 1 or not _may_hand_on(first):
+    if len(backends) == 1 or not (first.may_raise or may_refuse(first)):
         return first
     rest = chained(backends[1:])
 
@@ -107,9 +107,9 @@ def chained(backends: tuple[type[MLABackend], ...]) -> type[MLABackend]:
     return Chained
 
 
-def _may_hand_on(backend: type[MLABackend]) -> bool:
-    overridden = (getattr(backend, hook).__func__ is not getattr(MLABackend, hook).__func__ for hook in HOOKS)
-    return backend.may_raise or any(overridden)
+def may_refuse(backend: type[MLABackend]) -> bool:
+    """Whether it has an answer of its own to what asks for refusals and doubts."""
+    return any(getattr(backend, hook).__func__ is not getattr(MLABackend, hook).__func__ for hook in HOOKS)
 
 
 def _take(

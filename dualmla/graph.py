@@ -17,7 +17,7 @@ import torch
 
 from dualmla.buffers import MetadataBuffers, PlanBuffers
 from dualmla.config import MLAConfig
-from dualmla.lengths import BatchCounts
+from dualmla.lengths import counts_of_decodes
 from dualmla.metadata import MLAMetadata, metadata_of
 from dualmla.validation import check_count, checked_device
 
@@ -79,10 +79,12 @@ class MLAGraphState:
             max_num_pages=max_num_pages_per_seq,
             num_tokens=max_batch_size * max_query_len,
             own_table=True,
+            replayed=True,
         )
         self._plans = PlanBuffers(cfg, self.device, max_batch_size)
         self._capturing: int | None = None
         self._captured: dict[int, MLAMetadata] = {}
+        self._inputs: dict[int, dict[str, torch.Tensor]] = {}
 
     @contextmanager
     def graph_capture(self, max_batch_size: int) -> Iterator[None]:
@@ -116,18 +118,11 @@ class MLAGraphState:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("graph_capture_get_metadata_for_batch must be called before the stream is captured")
         assert self._buffers.table is not None
-        tokens = batch_size * self.max_query_len
-        counts = BatchCounts(
-            num_reqs=batch_size,
-            num_tokens=tokens,
-            max_query_len=self.max_query_len,
-            num_decodes=batch_size,
-            num_decode_tokens=tokens,
-            max_decode_query_len=self.max_query_len,
-        )
+        counts = counts_of_decodes(batch_size, batch_size * self.max_query_len, self.max_query_len)
         if batch_size not in self._captured:
             plan = self._plans.of(batch_size, self.max_query_len)
-            self._captured[batch_size] = metadata_of(self._buffers, self._buffers.table[:batch_size], counts, config=self.cfg, plan=plan)
+            meta = metadata_of(self._buffers, self._buffers.table[:batch_size], counts, config=self.cfg, plan=plan)
+            self._captured[batch_size], self._inputs[batch_size] = meta, self.get_graph_input_buffers(meta)
         meta = self._captured[batch_size]
         self._write(meta.block_table[:0], meta.seq_lens[:0], meta.query_lens[:0], meta)
         return meta
@@ -191,7 +186,7 @@ class MLAGraphState:
         captured = self._captured.get(batch_size)
         if captured is None:
             raise ValueError(f"buffers are of a batch of {batch_size}, captured were {sorted(self._captured)}")
-        own = self.get_graph_input_buffers(captured)
+        own = self._inputs[batch_size]
         if buffers.keys() != own.keys():
             raise ValueError(f"buffers must be {', '.join(own)}, got {', '.join(buffers)}")
         for name, tensor in buffers.items():
@@ -288,8 +283,11 @@ class DecodeGraphs(Generic[T]):
                 result = step(meta)
 
         def replay() -> T:
-            with torch.cuda.device(device):
+            if torch.cuda.current_device() == device.index:
                 graph.replay()
+            else:
+                with torch.cuda.device(device):
+                    graph.replay()
             return result
 
         return replay

@@ -12,17 +12,17 @@ import torch
 Lengths = torch.Tensor | Sequence[int]
 
 
-@dataclass(frozen=True)
+@dataclass(kw_only=True, eq=False)
 class BatchCounts:
     """Numbers of one batch.
 
     Attributes:
-        num_reqs: requests.
+        num_reqs: requests of both kinds, padding of a captured batch included.
         num_tokens: new tokens of all requests.
-        max_query_len: most new tokens of a request.
-        num_decodes, num_decode_tokens, max_decode_query_len: the same of the leading requests that take the decode path.
-        exact: False: counted without the query lengths; numbers of tokens are upper bounds.
-        each: new tokens of a request where all have as many.
+        max_query_len: an upper bound of the query lengths.
+        num_decodes, num_decode_tokens, max_decode_query_len: the same of the leading requests, which take the decode path.
+        exact: False where the query lengths lay on a GPU and were not read: numbers of tokens are upper bounds then.
+        each: new tokens of a request where all are known to have as many.
     """
 
     num_reqs: int
@@ -35,29 +35,56 @@ class BatchCounts:
     each: int | None = None
 
 
-def host_lengths(name: str, lengths: Lengths) -> torch.Tensor:
-    """int32 on the CPU; a tensor on a GPU waits for it.
+def counts_of_decodes(num_reqs: int, num_tokens: int, max_query_len: int, *, exact: bool = True) -> BatchCounts:
+    """A batch of decodes alone."""
+    return BatchCounts(
+        num_reqs=num_reqs,
+        num_tokens=num_tokens,
+        max_query_len=max_query_len,
+        num_decodes=num_reqs,
+        num_decode_tokens=num_tokens,
+        max_decode_query_len=max_query_len,
+        exact=exact,
+    )
+
+
+def host_lengths(name: str, lengths: Lengths) -> Sequence[int]:
+    """The lengths as ints of int32 on the host; a tensor on a GPU waits for it.
 
     Raises:
         TypeError: neither a tensor nor a sequence of ints.
         ValueError: an int that is none of int32.
     """
     if isinstance(lengths, torch.Tensor):
-        return lengths.cpu()
+        lengths = lengths.tolist()
+    if type(lengths) is list:
+        try:
+            small = bytearray(lengths)
+        except (TypeError, ValueError):
+            pass
+        else:
+            if small.count(small[:1]) == len(small):  # what most steps bring, known four times as soon as by the array
+                return small
     if not isinstance(lengths, Iterable):
         raise TypeError(f"{name} must be a tensor or a sequence of ints, got {type(lengths).__name__}")
     try:
-        values = array("i", lengths)  # in C: this runs at every step
+        return array("i", lengths)
     except TypeError:
         wrong = next((length for length in lengths if not isinstance(length, SupportsIndex)), lengths)  # a tensor may still not be an index
         raise TypeError(f"{name} must be ints, got {wrong!r}") from None
     except OverflowError:
         raise ValueError(f"{name} must fit into int32, got {max(lengths, key=abs)}") from None
-    return torch.frombuffer(values, dtype=torch.int32) if values else torch.empty(0, dtype=torch.int32)
 
 
-def count_batch(query_lens: torch.Tensor, threshold: int, num_decodes: int | None) -> BatchCounts:
-    """The numbers of int32 `query_lens` [num_reqs] on the CPU.
+def as_tensor(lengths: Sequence[int]) -> torch.Tensor:
+    """What `host_lengths` returned, int32 [num_reqs] on the CPU."""
+    if isinstance(lengths, array) and lengths:
+        return torch.frombuffer(lengths, dtype=torch.int32)
+    return torch.tensor(list(lengths), dtype=torch.int32)
+
+
+def count_batch(query_lens: Sequence[int], threshold: int, num_decodes: int | None) -> BatchCounts:
+    """The numbers of `query_lens`, ints of int32.
 
     Arguments:
         threshold: most new tokens of a decode.
@@ -67,12 +94,17 @@ def count_batch(query_lens: torch.Tensor, threshold: int, num_decodes: int | Non
         TypeError: `num_decodes` is no int.
         ValueError: a negative length, or more decodes than there are.
     """
-    num_reqs = query_lens.shape[0]
+    num_reqs = len(query_lens)
     _check_num_decodes(num_decodes)
-    least, most = (int(n) for n in query_lens.aminmax()) if num_reqs else (0, 0)
+    if num_reqs == 0 or query_lens.count(query_lens[0]) == num_reqs:
+        least = most = query_lens[0] if num_reqs else 0
+        leading = num_reqs if most <= threshold else 0
+    else:
+        lengths = as_tensor(query_lens)
+        least, most = (int(n) for n in lengths.aminmax())
+        leading = num_reqs if most <= threshold else int((lengths > threshold).to(torch.uint8).argmax())
     if least < 0:
         raise ValueError(f"query_lens must not be negative, got {least}")
-    leading = num_reqs if most <= threshold else int((query_lens > threshold).to(torch.uint8).argmax())
     if num_decodes is None:
         num_decodes = leading
     elif not 0 <= num_decodes <= leading:
@@ -83,8 +115,8 @@ def count_batch(query_lens: torch.Tensor, threshold: int, num_decodes: int | Non
     if least == most:
         tokens, decode_tokens, max_decode = num_reqs * most, num_decodes * most, most if num_decodes else 0
     else:
-        decodes = query_lens[:num_decodes]
-        tokens, decode_tokens = int(query_lens.sum()), int(decodes.sum())
+        decodes = lengths[:num_decodes]
+        tokens, decode_tokens = int(lengths.sum()), int(decodes.sum())
         max_decode = int(decodes.max()) if num_decodes else 0
     return BatchCounts(
         num_reqs=num_reqs,

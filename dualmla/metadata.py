@@ -8,6 +8,7 @@ views (`decode_metadata`, `prefill_metadata`) whose indptr start at 0.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -23,11 +24,12 @@ from dualmla.buffers import (
     QO_INDPTR,
     QUERY_LENS,
     SEQ_LENS,
+    KeptPlans,
     MetadataBuffers,
     PlanBuffers,
 )
-from dualmla.config import MLAConfig
-from dualmla.lengths import BatchCounts, Lengths, bound_batch, count_batch, host_lengths
+from dualmla.config import MLAConfig, check_page_size
+from dualmla.lengths import BatchCounts, Lengths, as_tensor, bound_batch, count_batch, counts_of_decodes, host_lengths
 from dualmla.validation import check_count, check_index_tensor, check_seq_lens, checked_device, reads_allowed
 
 if TYPE_CHECKING:
@@ -53,9 +55,9 @@ _numbers = itertools.count()
 _numbered: WeakValueDictionary[int, MLAMetadata] = WeakValueDictionary()
 
 
-@dataclass(eq=False)
-class MLAMetadata:
-    """Where the tokens and the latent rows of each request are.
+@dataclass(kw_only=True, eq=False)
+class MLAMetadata(BatchCounts):
+    """Where the tokens and the latent rows of each request are, beside the numbers of the batch.
 
     Attributes:
         block_table: int32 [num_reqs, max_pages], page ids; entries past a request's last page are never read.
@@ -67,14 +69,10 @@ class MLAMetadata:
         paged_kv_last_page_lens: int32 [num_reqs], tokens in the last page: 1..page_size, 0 for an empty request.
         slot_mapping: int64 [num_tokens], `page * page_size + offset` of each new token; -1 where nothing is written.
         page_size: tokens a page.
-        num_tokens: new tokens of all requests.
-        max_query_len: an upper bound of `query_lens`, known on the host.
-        num_decodes, num_decode_tokens: the leading requests (tokens) that take the decode path.
-        max_decode_query_len: an upper bound of their query lengths.
-        exact: False where `query_lens` lay on a GPU and were not read: numbers of tokens are upper bounds then.
         config: what the metadata was built for; None when `decode_metadata` built it from lengths alone.
         plan: how the decodes are shared out among the programs of a kernel; None: the kernel makes it.
         buffers: the memory of the tensors; None for a view of a batch of both kinds.
+        kept: what backends derive from the batch and keep with the buffers.
     """
 
     block_table: torch.Tensor
@@ -86,21 +84,11 @@ class MLAMetadata:
     paged_kv_last_page_lens: torch.Tensor
     slot_mapping: torch.Tensor
     page_size: int
-    num_tokens: int
-    max_query_len: int
-    num_decodes: int
-    num_decode_tokens: int
-    max_decode_query_len: int
-    exact: bool = True
     config: MLAConfig | None = None
     plan: SplitPlan | None = None
     buffers: MetadataBuffers | None = field(default=None, repr=False)
+    kept: KeptPlans = field(default_factory=KeptPlans, repr=False)
     _lease: _Lease = field(default_factory=_Lease, repr=False)
-
-    @property
-    def num_reqs(self) -> int:
-        """Requests of both kinds, padding of a captured batch included."""
-        return self.seq_lens.shape[0]
 
     @property
     def num_prefills(self) -> int:
@@ -123,7 +111,7 @@ class MLAMetadata:
     def _number(self) -> None:
         number = next(_numbers)
         _numbered[number] = self
-        self.handle = torch.tensor(number, device="cpu")
+        self.handle = torch.scalar_tensor(number, dtype=torch.int64, device="cpu")
         """This metadata for an operator of a compiled graph, int64 []: in a tensor, so that a new batch is no new graph."""
 
     @staticmethod
@@ -155,6 +143,7 @@ class MLAMetadata:
     def _decode_view(self) -> MLAMetadata:
         n, tokens = self.num_decodes, self.num_decode_tokens
         return MLAMetadata(
+            **vars(counts_of_decodes(n, tokens, self.max_decode_query_len, exact=self.exact)),
             block_table=self.block_table[:n],
             seq_lens=self.seq_lens[:n],
             query_lens=self.query_lens[:n],
@@ -164,14 +153,9 @@ class MLAMetadata:
             paged_kv_last_page_lens=self.paged_kv_last_page_lens[:n],
             slot_mapping=self.slot_mapping[:tokens],
             page_size=self.page_size,
-            num_tokens=tokens,
-            max_query_len=self.max_decode_query_len,
-            num_decodes=n,
-            num_decode_tokens=tokens,
-            max_decode_query_len=self.max_decode_query_len,
-            exact=self.exact,
             config=self.config,
             plan=self.plan,
+            kept=self.kept,
             _lease=self._lease,
         )
 
@@ -181,6 +165,13 @@ class MLAMetadata:
         assert self.buffers.prefill_indices is not None
         n, tokens = self.num_decodes, self.num_decode_tokens
         return MLAMetadata(
+            num_reqs=self.num_prefills,
+            num_tokens=self.num_tokens - tokens,
+            max_query_len=self.max_query_len,
+            num_decodes=0,
+            num_decode_tokens=0,
+            max_decode_query_len=0,
+            exact=self.exact,
             block_table=self.block_table[n:],
             seq_lens=self.seq_lens[n:],
             query_lens=self.query_lens[n:],
@@ -190,12 +181,6 @@ class MLAMetadata:
             paged_kv_last_page_lens=self.paged_kv_last_page_lens[n:],
             slot_mapping=self.slot_mapping[tokens:],
             page_size=self.page_size,
-            num_tokens=self.num_tokens - tokens,
-            max_query_len=self.max_query_len,
-            num_decodes=0,
-            num_decode_tokens=0,
-            max_decode_query_len=0,
-            exact=self.exact,
             config=self.config,
             _lease=self._lease,
         )
@@ -274,29 +259,35 @@ class MLAMetadataBuilder:
         Raises:
             ValueError, TypeError: naming the argument, its value and what is allowed.
         """
-        num_reqs = _check_batch(block_table, seq_lens, self.cfg.page_size, self.device)
+        num_reqs, max_pages = _check_batch(block_table, seq_lens, self.cfg.page_size, self.device)
         if num_reqs > self.max_num_seqs:
             raise ValueError(f"block_table has {num_reqs} requests, the builder was made for max_num_seqs={self.max_num_seqs}")
-        if block_table.shape[1] > self.max_num_pages_per_seq:
+        if max_pages > self.max_num_pages_per_seq:
             raise ValueError(
-                f"block_table has {block_table.shape[1]} pages a request, the builder was made for "
-                f"max_num_pages_per_seq={self.max_num_pages_per_seq}"
+                f"block_table has {max_pages} pages a request, the builder was made for max_num_pages_per_seq={self.max_num_pages_per_seq}"
             )
+        counts = None
         if isinstance(query_lens, torch.Tensor):
             check_index_tensor("query_lens", query_lens, rank=1, device=None if query_lens.device.type == "cpu" else self.device)
-        counts = None
-        if num_decodes is not None and isinstance(query_lens, torch.Tensor) and not reads_allowed(query_lens):
-            max_seq_len = block_table.shape[1] * self.cfg.page_size
-            counts = bound_batch(num_reqs, num_decodes, self.decode_threshold, max_seq_len=max_seq_len, max_num_tokens=self.max_num_tokens)
+            _check_number("query_lens", query_lens.shape[0], num_reqs)
+            if num_decodes is not None and not reads_allowed(query_lens):
+                counts = bound_batch(
+                    num_reqs,
+                    num_decodes,
+                    self.decode_threshold,
+                    max_seq_len=max_pages * self.cfg.page_size,
+                    max_num_tokens=self.max_num_tokens,
+                )
         if counts is None:
-            read = _read(query_lens, num_reqs)
-            counts = count_batch(read, self.decode_threshold, num_decodes)
+            lengths = host_lengths("query_lens", query_lens)
+            _check_number("query_lens", len(lengths), num_reqs)
+            counts = count_batch(lengths, self.decode_threshold, num_decodes)
             if self.max_num_tokens is not None and counts.num_tokens > self.max_num_tokens:
                 raise ValueError(f"query_lens sum to {counts.num_tokens}, the builder was made for max_num_tokens={self.max_num_tokens}")
         self._lease = self._lease.renew()
         self._buffers.reserve_tokens(counts.num_tokens)
         plan = self._plans.of(counts.num_decodes, counts.max_decode_query_len)
-        new = query_lens if isinstance(query_lens, torch.Tensor) else read
+        new = query_lens if isinstance(query_lens, torch.Tensor) else lengths
         return describe(self._buffers, block_table, seq_lens, new, counts, config=self.cfg, plan=plan, lease=self._lease)
 
 
@@ -323,28 +314,29 @@ def decode_metadata(
     Raises:
         ValueError, TypeError: naming the argument, its value and what is allowed.
     """
-    check_count("page_size", page_size, least=1)
+    check_page_size("page_size", check_count("page_size", page_size, least=1))
     device = checked_device(device)
     if not isinstance(block_table, torch.Tensor):
         raise TypeError(f"block_table must be an int32 tensor, got {type(block_table).__name__}")
     block_table = block_table.to(device)
     if not isinstance(seq_lens, torch.Tensor):
-        seq_lens = host_lengths("seq_lens", seq_lens)
+        seq_lens = as_tensor(host_lengths("seq_lens", seq_lens))
     seq_lens = seq_lens.to(device)
-    num_reqs = _check_batch(block_table, seq_lens, page_size, device)
-    query_lens = _read([1] * num_reqs if query_lens is None else query_lens, num_reqs)
-    counts = count_batch(query_lens, threshold=max(query_lens.tolist(), default=0), num_decodes=num_reqs)
-    buffers = MetadataBuffers(
-        device, page_size=page_size, max_num_reqs=num_reqs, max_num_pages=block_table.shape[1], num_tokens=counts.num_tokens
-    )
-    return describe(buffers, block_table, seq_lens, query_lens, counts)
+    num_reqs, max_pages = _check_batch(block_table, seq_lens, page_size, device)
+    if isinstance(query_lens, torch.Tensor):
+        check_index_tensor("query_lens", query_lens, rank=1, device=None)
+    lengths = host_lengths("query_lens", [1] * num_reqs if query_lens is None else query_lens)
+    _check_number("query_lens", len(lengths), num_reqs)
+    counts = count_batch(lengths, threshold=max(lengths, default=0), num_decodes=num_reqs)
+    buffers = MetadataBuffers(device, page_size=page_size, max_num_reqs=num_reqs, max_num_pages=max_pages, num_tokens=counts.num_tokens)
+    return describe(buffers, block_table, seq_lens, lengths, counts)
 
 
 def describe(
     buffers: MetadataBuffers,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
-    query_lens: torch.Tensor,
+    query_lens: torch.Tensor | Sequence[int],
     counts: BatchCounts,
     *,
     config: MLAConfig | None = None,
@@ -354,17 +346,19 @@ def describe(
     """Write a batch into `buffers`, and the metadata that looks at them; arguments trusted.
 
     Arguments:
-        query_lens: int32 [num_reqs], on the device or the CPU.
+        query_lens: int32 [num_reqs] on the device or the CPU, or what `host_lengths` returned.
     """
     if buffers.own(seq_lens):
         seq_lens = seq_lens.clone()
-    new: torch.Tensor | int = query_lens
+    new: torch.Tensor | int
     if counts.each is not None:
         new = counts.each
-    elif buffers.own(query_lens):
-        new = query_lens.clone()
-    elif query_lens.device != buffers.device:
-        new = buffers.stage(query_lens)
+    else:
+        new = query_lens if isinstance(query_lens, torch.Tensor) else as_tensor(query_lens)
+        if buffers.own(new):
+            new = new.clone()
+        elif new.device != buffers.device:
+            new = buffers.stage(new)
     buffers.write(
         block_table, seq_lens, new, num_reqs=counts.num_reqs, num_decodes=counts.num_decodes, num_tokens=counts.num_tokens, plan=plan
     )
@@ -383,6 +377,7 @@ def metadata_of(
     """What looks at `buffers` as a batch of these counts."""
     n = counts.num_reqs
     return MLAMetadata(
+        **vars(counts),
         block_table=block_table,
         seq_lens=buffers.row(SEQ_LENS, n),
         query_lens=buffers.row(QUERY_LENS, n),
@@ -392,35 +387,25 @@ def metadata_of(
         paged_kv_last_page_lens=buffers.row(LAST_PAGE_LENS, n),
         slot_mapping=buffers.slots(counts.num_tokens),
         page_size=buffers.page_size,
-        num_tokens=counts.num_tokens,
-        max_query_len=counts.max_query_len,
-        num_decodes=counts.num_decodes,
-        num_decode_tokens=counts.num_decode_tokens,
-        max_decode_query_len=counts.max_decode_query_len,
-        exact=counts.exact,
         config=config,
         plan=plan,
         buffers=buffers,
+        kept=buffers.kept,
         _lease=lease or _Lease(),
     )
 
 
-def _read(query_lens: Lengths, num_reqs: int) -> torch.Tensor:
-    """int32 [num_reqs] on the CPU; a tensor on a GPU waits for it."""
-    if isinstance(query_lens, torch.Tensor):
-        check_index_tensor("query_lens", query_lens, rank=1, device=None)
-    query_lens = host_lengths("query_lens", query_lens)
-    if query_lens.shape[0] != num_reqs:
-        raise ValueError(f"query_lens has {query_lens.shape[0]} requests, block_table has {num_reqs}")
-    return query_lens
+def _check_number(name: str, got: int, num_reqs: int) -> None:
+    if got != num_reqs:
+        raise ValueError(f"{name} has {got} requests, block_table has {num_reqs}")
 
 
-def _check_batch(block_table: torch.Tensor, seq_lens: torch.Tensor, page_size: int, device: torch.device) -> int:
+def _check_batch(block_table: torch.Tensor, seq_lens: torch.Tensor, page_size: int, device: torch.device) -> tuple[int, int]:
+    """num_reqs and the pages of a request."""
     check_index_tensor("block_table", block_table, rank=2, device=device)
     check_index_tensor("seq_lens", seq_lens, rank=1, device=device)
     num_reqs, max_pages = block_table.shape
-    if seq_lens.shape[0] != num_reqs:
-        raise ValueError(f"seq_lens has {seq_lens.shape[0]} requests, block_table has {num_reqs}")
+    _check_number("seq_lens", seq_lens.shape[0], num_reqs)
     if reads_allowed(seq_lens):
         check_seq_lens(seq_lens, max_pages, page_size)
-    return num_reqs
+    return num_reqs, max_pages

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from dualmla.backends.base import DecodeCall, PrefillCall
-from dualmla.config import COMPUTE_DTYPES, check_latent_dims
+from dualmla.config import COMPUTE_DTYPES, check_latent_dims, check_scale
 from dualmla.metadata import MLAMetadata
 from dualmla.selection import backend_for_decode, backend_for_device, backend_for_prefill
 from dualmla.validation import (
@@ -20,7 +20,6 @@ from dualmla.validation import (
     check_k_scale,
     check_meta,
     check_packed,
-    check_scale,
     check_slots,
     check_spans,
     check_tensor,
@@ -99,10 +98,12 @@ def mla_decode(
         check_tensor("out", out, rank=3, dtypes=(q.dtype,), device=q.device, shape=(tokens, heads, rank))
         check_written("out", out)
     lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device) if return_lse else None
-    call = DecodeCall.of(q, kv_cache, meta, kv_lora_rank=rank, causal=causal, return_lse=return_lse, num_kv_splits=num_kv_splits)
-    backend_for_decode(call, backend).mla_decode(
-        q, kv_cache, meta, scale, causal=causal, out=out, lse=lse, k_scale=k_scale, num_kv_splits=num_kv_splits
+    chosen = backend_for_decode(
+        q.device,
+        backend,
+        lambda: DecodeCall.of(q, kv_cache, meta, kv_lora_rank=rank, causal=causal, return_lse=return_lse, num_kv_splits=num_kv_splits),
     )
+    chosen.mla_decode(q, kv_cache, meta, scale, causal=causal, out=out, lse=lse, k_scale=k_scale, num_kv_splits=num_kv_splits)
     return out if lse is None else (out, lse)
 
 
@@ -167,7 +168,7 @@ def mla_prefill(
         check_tensor("out", out, rank=3, dtypes=dtypes, device=device, shape=(tokens, heads, v.shape[2]))
         check_written("out", out)
     lse = torch.empty(heads, tokens, dtype=torch.float32, device=device) if return_lse else None
-    backend_for_prefill(PrefillCall.of(q, v), backend).mla_prefill(
+    backend_for_prefill(device, backend, lambda: PrefillCall.of(q, v)).mla_prefill(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, causal=causal, out=out, lse=lse
     )
     return out if lse is None else (out, lse)

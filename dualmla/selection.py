@@ -22,7 +22,7 @@ from dualmla.backends.base import BackendReport, BackendUnavailable, DecodeCall,
 from dualmla.backends.reference import ReferenceMLABackend
 from dualmla.backends.triton import TritonMLABackend
 from dualmla.config import MLAConfig
-from dualmla.fallback import chained, log_once
+from dualmla.fallback import chained, log_once, may_refuse
 from dualmla.validation import checked_device
 
 logger = logging.getLogger("dualmla")
@@ -103,23 +103,26 @@ def select_backend(cfg: MLAConfig, device: torch.device | str | None = None, bac
     return _watched(chained(_candidates(cfg, device, _requested(backend), _flags_off())), device)
 
 
-def backend_for_decode(call: DecodeCall, backend: str | None) -> type[MLABackend]:
+def backend_for_decode(device: torch.device, backend: str | None, call: Callable[[], DecodeCall]) -> type[MLABackend]:
     """The backend of one `mla_decode`: under auto it hands the call on where it does not take it; watched as `select_backend`'s.
+
+    Arguments:
+        call: describes it, to a backend that may refuse.
 
     Raises:
         BackendUnavailable: the forced backend refuses, or none is usable on the device.
         ValueError: an unknown name, or `DUALMLA_SHADOW` is no share.
     """
-    return _watched(_willing(call.device, backend, lambda candidate: candidate.decode_refusals(call)), call.device)
+    return _watched(_willing(device, backend, lambda candidate: candidate.decode_refusals(call())), device)
 
 
-def backend_for_prefill(call: PrefillCall, backend: str | None) -> type[MLABackend]:
+def backend_for_prefill(device: torch.device, backend: str | None, call: Callable[[], PrefillCall]) -> type[MLABackend]:
     """The backend of one `mla_prefill`, as `backend_for_decode`.
 
     Raises:
         BackendUnavailable, ValueError: as `backend_for_decode`.
     """
-    return _willing(call.device, backend, lambda candidate: candidate.prefill_refusals(call))
+    return _willing(device, backend, lambda candidate: candidate.prefill_refusals(call()))
 
 
 def backend_for_device(device: torch.device, backend: str | None) -> type[MLABackend]:
@@ -128,7 +131,7 @@ def backend_for_device(device: torch.device, backend: str | None) -> type[MLABac
     Raises:
         BackendUnavailable, ValueError: as `backend_for_decode`.
     """
-    return _candidates(None, device, _requested(backend), _flags_off())[0]
+    return _runnable(device, _requested(backend))[0]
 
 
 def _watched(chosen: type[MLABackend], device: torch.device) -> type[MLABackend]:
@@ -141,10 +144,17 @@ def _watched(chosen: type[MLABackend], device: torch.device) -> type[MLABackend]
 
 def _willing(device: torch.device, backend: str | None, refusals_of: Callable[[type[MLABackend]], list[str]]) -> type[MLABackend]:
     requested = _requested(backend)
-    candidates = _candidates(None, device, requested, _flags_off())
-    if requested != "auto" and (reasons := refusals_of(candidates[0])):
+    candidates = _runnable(device, requested)
+    if requested == "auto":
+        return chained(candidates)
+    if may_refuse(candidates[0]) and (reasons := refusals_of(candidates[0])):
         raise BackendUnavailable(requested, reasons)
-    return chained(candidates)
+    return candidates[0]
+
+
+def _runnable(device: torch.device, requested: str) -> tuple[type[MLABackend], ...]:
+    """What can run on the device, in order; vLLM's flags are read where they count."""
+    return _candidates(None, device, requested, _flags_off() if requested == "auto" else ())
 
 
 def _requested(backend: str | None) -> str:
@@ -161,8 +171,8 @@ def _requested(backend: str | None) -> str:
 
 def _flags_off() -> tuple[str, ...]:
     """Those of vLLM's flags that are off, as `NAME=value`. As in vLLM, only 1 and true are on; unset counts as on."""
-    values = ((name, os.environ.get(name) or "1") for name in _AITER_FLAGS)
-    return tuple(f"{name}={value}" for name, value in values if value.lower() not in ("1", "true"))
+    values = [(name, os.environ.get(name) or "1") for name in _AITER_FLAGS]
+    return tuple([f"{name}={value}" for name, value in values if value != "1" and value.lower() != "true"])
 
 
 def _device(device: torch.device | str | None) -> torch.device:

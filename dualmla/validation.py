@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import math
 import os
-import sys
 from typing import TYPE_CHECKING
 
 import torch
 
-from dualmla.config import FLOAT8_DTYPES, MOST_HEAD_DIM, check_latent_dims
+from dualmla.config import FLOAT8_DTYPES, MOST_HEAD_DIM, MOST_PAGE_SIZE, check_latent_dims, check_scale
 
 if TYPE_CHECKING:
     from dualmla.metadata import MLAMetadata
@@ -35,24 +33,12 @@ def checked_device(device: torch.device | str) -> torch.device:
     return device
 
 
-def check_scale(name: str, scale: object) -> float:
-    """A finite, positive Python number."""
-    if isinstance(scale, bool) or not isinstance(scale, int | float):
-        raise TypeError(f"{name} must be a float, got {type(scale).__name__}: {scale!r}")
-    if not 0 < scale <= sys.float_info.max:
-        raise ValueError(f"{name} must be finite and positive, got {scale}")
-    return float(scale)
-
-
 def check_k_scale(k_scale: float | torch.Tensor | None, device: torch.device) -> float | torch.Tensor:
     """None becomes 1; a tensor is fp32 of one element on `device`, and a float is rounded to fp32: both write the same bits."""
     if k_scale is None:
         return 1.0
     if not isinstance(k_scale, torch.Tensor):
-        rounded = ctypes.c_float(check_scale("k_scale", k_scale)).value
-        if rounded == 0 or math.isinf(rounded):
-            raise ValueError(f"k_scale must be finite and positive in fp32, got {k_scale}")
-        return rounded
+        return ctypes.c_float(check_scale("k_scale", k_scale)).value
     if k_scale.dtype != torch.float32 or k_scale.numel() != 1 or k_scale.device != device:
         raise ValueError(
             f"k_scale must be a float or an fp32 tensor of one element on {device}, got {_short(k_scale.dtype)} "
@@ -99,21 +85,30 @@ def check_tensor(
         raise TypeError(f"{name} must be {' or '.join(_short(d) for d in dtypes)}, got {_short(tensor.dtype)}")
     if tensor.dim() != rank:
         raise ValueError(f"{name} must have {rank} dimensions, got shape {list(tensor.shape)}")
-    if shape is not None and any(want is not None and want != got for want, got in zip(shape, tensor.shape, strict=True)):
+    if shape is not None and tensor.shape != shape and any([want not in (None, n) for n, want in zip(tensor.shape, shape, strict=True)]):
         wanted = ", ".join("any" if n is None else str(n) for n in shape)
         raise ValueError(f"{name} must have shape [{wanted}], got {list(tensor.shape)}")
     if device is not None and tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}, it must be on {device} like the other tensors")
-    if dense and tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if dense and tensor.stride(-1) != 1 and tensor.shape[-1] > 1 and tensor.numel():
         raise ValueError(f"{name} must be contiguous in its last dimension, got strides {tensor.stride()}")
     if tensor.requires_grad:
         raise ValueError(f"{name} requires grad; dualmla computes no gradients: detach it, or compute it under torch.inference_mode()")
 
 
 def check_written(name: str, tensor: torch.Tensor) -> None:
-    """`tensor` can be written: none of its elements share memory (as an expanded tensor's do)."""
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        raise ValueError(f"{name} is written, but its elements share memory: shape {list(tensor.shape)}, strides {tensor.stride()}")
+    """`tensor` can be written: none of its elements share memory, as those of an expanded or unfolded tensor do.
+
+    Each stride must step over all that smaller strides reach; so it is in every view of a tensor that has memory of its own.
+    """
+    if tensor.is_contiguous():
+        return
+    reached = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reached:
+                raise ValueError(f"{name} is written, but its elements share memory: shape {list(tensor.shape)}, strides {tensor.stride()}")
+            reached += (size - 1) * stride
 
 
 def device_float8(device: torch.device) -> torch.dtype:
@@ -133,8 +128,10 @@ def float8_refusal(dtype: torch.dtype, device: torch.device) -> str | None:
 def check_cache(kv_cache: torch.Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device, latent_dim: int | None = None) -> None:
     """`kv_cache` is [num_pages, page_size, latent_dim] of one of the dtypes."""
     check_tensor("kv_cache", kv_cache, rank=3, dtypes=dtypes, device=device, shape=(None, None, latent_dim))
-    if kv_cache.shape[1] < 1:
-        raise ValueError(f"kv_cache must be [num_pages, page_size, latent_dim], got {list(kv_cache.shape)}")
+    if not 1 <= kv_cache.shape[1] <= MOST_PAGE_SIZE:
+        raise ValueError(
+            f"kv_cache must be [num_pages, page_size, latent_dim] with pages of 1 to {MOST_PAGE_SIZE} tokens, got {list(kv_cache.shape)}"
+        )
     if refusal := float8_refusal(kv_cache.dtype, device):
         raise ValueError(f"kv_cache is {refusal}")
 

@@ -17,6 +17,9 @@ from dualmla.validation import check_count, checked_device
 PROMPT = 64
 """New tokens of the prefills that `warmup` runs, beyond those of a decode: long enough to go the way of prefills."""
 
+SHORT_PROMPT = 48
+"""New tokens of prefills that our kernels do in smaller blocks."""
+
 SMALL_TENSORS = 2**16
 """Index tensors of the pieces of context, and what an allocator rounds up: a few hundred bytes each."""
 
@@ -41,10 +44,9 @@ def warmup(
         ValueError: a number that is no int of at least 1.
         BackendUnavailable: a forced backend can't be used.
     """
-    for name, values in (("batch_sizes", batch_sizes), ("max_query_len", [max_query_len])):
-        for value in values:
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be ints of at least 1, got {value!r}")
+    for i, size in enumerate(batch_sizes):
+        check_count(f"batch_sizes[{i}]", size, least=1)
+    check_count("max_query_len", max_query_len, least=1)
     device = checked_device(device)
     chosen = select_backend(cfg, device, backend)
     impl = chosen.get_impl_cls()(
@@ -85,6 +87,9 @@ def _batches(builder: MLAMetadataBuilder, batch_sizes: Sequence[int], max_query_
     batches += [([long] * size, [1] * (size - 1) + [max_query_len]) for size in batch_sizes if size > 1 and max_query_len > 1]
     # a prompt alone and behind a decode; behind a context shorter and longer than itself, where other kernels may serve it
     batches += [([prompt], [prompt]), ([long, prompt + 1], [1, prompt]), ([2 * prompt], [max_query_len + 1])]
+    # prompts that are short, and too long for the little context they have to go the way of decodes
+    short = max(SHORT_PROMPT, max_query_len + 1)
+    batches += [([short], [short]), ([short + 1], [short])]
     for seq_lens, query_lens in batches:
         table = torch.arange(pages, dtype=torch.int32, device=builder.device).repeat(len(seq_lens), 1)
         lengths = torch.tensor(seq_lens, dtype=torch.int32, device=builder.device)
@@ -141,4 +146,6 @@ def workspace_bytes(
     pieces = max(tokens, chunk) * up_projected + chunk * up_projected + max(tokens, chunk) * product + 2 * chunk * cfg.latent_dim * size
     # the new tokens that are keys, the running state in fp32, the part of a piece, and an LSE for each of them
     states = tokens * (8 + heads * (cfg.v_head_dim * (4 + size) + 3 * 4)) + tokens * cfg.latent_dim * size
+    # in which order the blocks of 128 queries are done, 8 numbers each, while a piece is attended to
+    states += 8 * 4 * (1 + tokens // 128 + max_num_seqs)
     return max(decode, pieces + states) + SMALL_TENSORS

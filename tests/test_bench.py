@@ -15,10 +15,11 @@ import dualmla.bench.run
 from dualmla.bench import clock as clocks
 from dualmla.bench.clock import Captured, Ceilings, Clock, Timing
 from dualmla.bench.inputs import draw
+from dualmla.bench.peers import Peer
 from dualmla.bench.report import comparisons, geometric_mean
 from dualmla.bench.results import Row, from_json, to_json
 from dualmla.bench.run import measure
-from dualmla.bench.subjects import MOST_INTERPRETED, Peer, Prepared, Registered
+from dualmla.bench.subjects import MOST_INTERPRETED, Prepared, Registered
 from dualmla.bench.truth import judge_of
 from dualmla.differential.grids import GRIDS
 from dualmla.testing import DecodeCase, PrefillCase, compare_decode, run_decode, run_prefill
@@ -253,6 +254,18 @@ def test_a_backend_without_an_lse_is_timed_without(monkeypatch):
     assert prepared.result()[1] is None
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("timed", [DECODE, PREFILL], ids=str)
+def test_a_gpu_has_graphs_and_a_host(timed):
+    """Both ways are checked and timed, and the call returns before the device is done with many."""
+    (row,) = measure([(timed, Registered("triton", DEVICE))], Clock(DEVICE, rounds=20), CEILINGS)
+    assert (row.status, row.note) == ("timed", "")
+    assert row.eager is not None
+    assert row.graph is not None
+    assert row.host is not None
+    assert 0 < row.graph.median < 1e-3
+
+
 def test_what_an_earlier_call_left_is_no_result(monkeypatch):
     """A backend that writes once and never again is wrong, and so is a peer."""
     calls = itertools.count()
@@ -385,6 +398,8 @@ def test_what_a_peer_can_not_be_asked(peers, options, why):
         (("--device", "cuda:99"), "--device must be cpu, cuda or cuda:N, of"),
         (("--device", "gpu"), "--device must be cpu, cuda or cuda:N, got 'gpu'"),
         (("--batch", "65536", "--kv", "1000000"), "--batch, --kv and --heads must fit into memory: decode, 16 heads"),
+        (("--json", "no/such/r.json"), "--json no/such/r.json: there is no directory no/such"),
+        (("--plot", "no/such/r.png"), "--plot no/such/r.png: there is no directory no/such"),
         (("--plot", "roof.bmp"), "--plot must end in .png, .svg, .pdf, got 'roof.bmp'"),
     ],
 )

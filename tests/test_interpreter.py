@@ -117,7 +117,7 @@ from triton.compiler import ASTSource
 from dualmla_kernels.decode import _combine
 meta = dualmla.decode_metadata(torch.zeros(1, 1, dtype=torch.int32), [1], page_size=1, device="cpu")
 dualmla.mla_decode(torch.ones(1, 2, 576), torch.ones(1, 1, 576), meta, 0.1, num_kv_splits=2, backend="triton")
-constants = {"H": 16, "D": 512, "BS": 8, "BD": 512, "EXACT": False}
+constants = {"H": 16, "D": 512, "BS": 8, "BD": 512, "PDL": False, "EXACT": False}
 signature = {"partial_out_ptr": "*fp32", "partial_lse_ptr": "*fp32", "splits_ptr": "*i32", "qo_indptr_ptr": "*i32"}
 signature |= {"out_ptr": "*bf16", "lse_ptr": "*fp32"}
 signature = {name: signature.get(name, "constexpr" if name in constants else "i64") for name in _combine.arg_names}

@@ -335,6 +335,7 @@ def test_builder_refuses(changes: dict[str, Any], error: type[Exception], messag
         ({"seq_lens": [3, 9]}, ValueError, "seq_lens reach 9 tokens, block_table has 4 pages of 2"),
         ({"query_lens": [1, "2"]}, TypeError, "query_lens must be ints, got '2'"),
         ({"page_size": 0}, ValueError, "page_size must be an int of at least 1, got 0"),
+        ({"page_size": 2**33}, ValueError, "page_size must be 1 to 16777216 tokens, got 8589934592"),
         ({"page_size": 1.0}, ValueError, "page_size must be an int of at least 1, got 1.0"),
     ],
     ids=str,
@@ -351,3 +352,13 @@ def test_decode_metadata_refuses(changes: dict[str, Any], error: type[Exception]
 def test_builder_limits(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{name} must be an int of at least 1, got {value}"):
         dualmla.MLAMetadataBuilder(config(), "cpu", **{name: value})
+
+
+def test_what_grew_under_inference_mode_is_written_outside_of_it() -> None:
+    cfg = dualmla.MLAConfig(num_heads=4, softmax_scale=0.1, page_size=16)
+    builder = dualmla.TritonMLABackend.get_builder_cls()(cfg, "cpu", max_num_seqs=2, max_num_pages_per_seq=8)
+    table, lengths = torch.zeros(2, 8, dtype=torch.int32), torch.tensor([60, 40], dtype=torch.int32)
+    with torch.inference_mode():
+        builder.build(table, lengths, [1, 40])
+    meta = builder.build(table, lengths, [1, 40])
+    assert meta.slot_mapping.tolist() == [59 % 16, *(position % 16 for position in range(40))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 
 import dualmla
 from dualmla.buffers import MetadataBuffers
-from dualmla.lengths import bound_batch, count_batch, host_lengths
+from dualmla.lengths import as_tensor, bound_batch, count_batch, host_lengths
 from dualmla_kernels.plan import PlanShape, SplitPlan, allocate_plan
+from dualmla_kernels.target import CHIPS, launches_on
 
 GARBAGE = 2147480000
 PAGE_SIZES = st.sampled_from([1, 3, 16])
@@ -180,6 +182,32 @@ def test_lengths_may_be_slices_of_the_last_batch(device: torch.device) -> None:
     assert new.paged_kv_indptr.tolist() == [0, 5, 12]
 
 
+@pytest.mark.parametrize("prefills", [0, 1])
+def test_launches_do_not_grow_with_the_batch(prefills: int) -> None:
+    """One to describe a batch, one to prepare a graph's buffers, two to move on; noted on a device that has no memory."""
+    device, pages = torch.device("meta"), 64
+    with launches_on(CHIPS["sm_90"]) as launches:
+        for times in (1, 8):
+            requests = 4 * times
+            builder = dualmla.MLAMetadataBuilder(config(), device, max_num_seqs=requests, max_num_pages_per_seq=pages * times)
+            table = torch.empty(requests, pages * times, dtype=torch.int32, device=device)
+            seq_lens = torch.empty(requests, dtype=torch.int32, device=device)
+            launches.clear()
+            meta = builder.build(table, seq_lens, seq_lens.clone(), num_decodes=requests - prefills)
+            assert [launch.kernel.fn.__name__ for launch in launches] == ["_build"]
+            if prefills:
+                continue
+            state = dualmla.MLAGraphState(config(), device, max_batch_size=requests, max_num_pages_per_seq=pages * times)
+            with state.graph_capture(requests):
+                buffers = state.get_graph_input_buffers(state.graph_capture_get_metadata_for_batch(requests))
+            launches.clear()
+            state.prepare_graph_input_buffers(buffers, meta)
+            assert [launch.kernel.fn.__name__ for launch in launches] == ["_build"]
+            launches.clear()
+            dualmla.advance_step(meta, seq_lens, seq_lens.clone(), seq_lens.clone())
+            assert [launch.kernel.fn.__name__ for launch in launches] == ["_advance", "_build"]
+
+
 # --- what the host knows
 
 
@@ -208,6 +236,26 @@ def test_bounds_bound(lens: list[int], threshold: int, data: st.DataObject) -> N
     if bounds is not None:
         for name in ("num_tokens", "max_query_len", "num_decode_tokens", "max_decode_query_len"):
             assert getattr(bounds, name) >= getattr(counts, name), name
+
+
+@given(lens=st.one_of(st.lists(st.integers(0, 300), max_size=6), st.integers(0, 300).flatmap(lambda n: st.lists(st.just(n), max_size=6))))
+def test_lengths_are_read_whatever_holds_them(lens: list[int]) -> None:
+    """A list of equal small numbers is read another way than other lists, arrays and tensors."""
+    given = [lens, tuple(lens), array("i", lens), torch.tensor(lens, dtype=torch.int32), [torch.tensor(n) for n in lens]]
+    for lengths in given:
+        read = host_lengths("query_lens", lengths)  # type: ignore[arg-type]
+        assert list(read) == lens
+        assert all(type(n) is int for n in read)
+        assert as_tensor(read).tolist() == lens
+        assert as_tensor(read).dtype == torch.int32
+        counts = count_batch(read, 1, None)
+        assert (counts.num_tokens, counts.each) == (sum(lens), None if len(set(lens)) > 1 else max(lens, default=0))
+
+
+@pytest.mark.parametrize("wrong", [[1, 1.0], [1.0, 1.0], ["1"], [None, None]], ids=str)
+def test_lengths_that_are_no_ints_are_refused(wrong: list[Any]) -> None:
+    with pytest.raises(TypeError, match="query_lens must be ints, got"):
+        host_lengths("query_lens", wrong)
 
 
 def test_lengths_past_int32_are_refused() -> None:

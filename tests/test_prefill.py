@@ -15,10 +15,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import DEVICE
 
 import dualmla
 from dualmla.testing import Exact, assert_bits_equal, compare
 from dualmla.testing.prefill import PrefillCase, PrefillInputs, exact_prefill, make_prefill_inputs, run_prefill
+from dualmla_kernels import prefill
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -64,6 +66,123 @@ CASES = (
 def test_against_float64(case: PrefillCase, causal: bool, device: torch.device, backend: str) -> None:
     case = dataclasses.replace(case, causal=causal)
     check(make_prefill_inputs(case, device), backend, truth(case, device))
+
+
+hopper = pytest.mark.skipif(
+    DEVICE.type != "cuda" or torch.cuda.get_device_capability(DEVICE) != (9, 0), reason="prefill_hopper is a kernel of sm_90"
+)
+HOPPER_CASES = (
+    # dtypes; around the blocks of 128 queries of two warpgroups and the tiles of 128 keys
+    *(PrefillCase(query_lens=(130, 5), dtype=dtype) for dtype in (BF16, FP16)),
+    *(PrefillCase(num_heads=1, query_lens=(n,)) for n in (65, 127, 128, 129, 192, 193, 255, 256, 257, 700)),
+    *(PrefillCase(num_heads=1, query_lens=(150,), key_lens=(m,)) for m in (1, 64, 149, 151, 255, 256, 257, 383, 384, 385, 1000)),
+    # more requests than one, empty ones, fewer keys than queries, none; keys of a request end where those of the next begin
+    PrefillCase(query_lens=(5, 0, 300, 3, 1, 129), key_lens=(9, 4, 530, 0, 1, 200), padding_tokens=3),
+    PrefillCase(query_lens=(300, 9, 3, 200), key_lens=(105, 4, 3, 0)),
+    PrefillCase(query_lens=(129, 0), key_lens=(0, 3), padding_tokens=5),
+    PrefillCase(num_heads=2, query_lens=tuple(range(1, 280, 7)), key_lens=tuple(range(280, 0, -7))),
+    # heads: fewer than a group, not a multiple of it, more blocks than there are programs
+    *(PrefillCase(num_heads=heads, query_lens=(140, 2), key_lens=(140, 80)) for heads in (1, 8, 12, 20)),
+    PrefillCase(num_heads=7, query_lens=(4000, 900), key_lens=(4300, 900)),
+    PrefillCase(num_heads=2, query_lens=(9000,)),
+    PrefillCase(query_lens=(140, 9), key_lens=(145, 80), padding_tokens=2, strided=True),
+    PrefillCase(num_heads=16, query_lens=(133,), key_lens=(265,), strided=True, dtype=FP16),
+)
+
+
+@pytest.fixture(params=["hopper", "plain"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both kernels that can do these cases on sm_90."""
+    if request.param == "plain":
+        monkeypatch.setattr(prefill, "runs_on_hopper", lambda *_: False)
+    return str(request.param)
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("case", HOPPER_CASES, ids=str)
+def test_hopper_against_float64(case: PrefillCase, causal: bool, device: torch.device, kernel: str) -> None:
+    """Right, and the same bits each time, whichever program does which block."""
+    case = dataclasses.replace(case, causal=causal)
+    inputs = make_prefill_inputs(case, device)
+    assert prefill.runs_on_hopper(inputs.q, inputs.k, inputs.v) == (kernel == "hopper")
+    first = [x.clone() for x in check(inputs, "triton", truth(case, device))]
+    for _ in range(2):
+        inputs.out.fill_(math.nan)
+        for name, got, want in zip(("out", "lse"), run_prefill(inputs, "triton"), first, strict=True):
+            assert_bits_equal(got, want, name)
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_hopper_reads_no_other_requests_rows(causal: bool, device: torch.device) -> None:
+    """The rows of the request in the middle are NaN: its own results are, and the others' keep their bits."""
+    inputs = make_prefill_inputs(PrefillCase(query_lens=(200, 140, 70), key_lens=(270, 140, 99), causal=causal), device)
+    want = [x.clone() for x in check(inputs, "triton")]
+    for x, rows in ((inputs.q, slice(200, 340)), (inputs.k, slice(270, 410)), (inputs.v, slice(270, 410))):
+        x[rows] = math.nan
+    out, lse = run_prefill(inputs, "triton")
+    assert bool(out[200:340].isnan().all())
+    assert bool(lse[:, 200:340].isnan().all())
+    for rows in (slice(200), slice(340, None)):
+        assert_bits_equal(out[rows], want[0][rows], "out")
+        assert_bits_equal(lse[:, rows], want[1][:, rows], "lse")
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_hopper_offsets_past_int32(name: str, device: torch.device) -> None:
+    """As `test_offsets_past_int32`, and through the TMA unit."""
+    inputs = make_prefill_inputs(PrefillCase(num_heads=1, query_lens=(66,)), device)
+    near, stride = getattr(inputs, name), 2**25 + 2**20
+    far = torch.empty(65 * stride + 192, dtype=BF16, device=device).as_strided(near.shape, (stride, 192, 1))
+    far.copy_(near)
+    want = [x.clone() for x in check(inputs, "triton")]
+    moved = dataclasses.replace(inputs, **{name: far})
+    assert prefill.runs_on_hopper(moved.q, moved.k, moved.v)
+    for title, got, expected in zip(("out", "lse"), run_prefill(moved, "triton"), want, strict=True):
+        assert_bits_equal(got, expected, title)
+
+
+@hopper
+@pytest.mark.gpu
+def test_hopper_leaves_odd_strides_to_the_plain_kernel(device: torch.device) -> None:
+    """Rows of 2 * 193 numbers are no multiple of the 16 bytes that the TMA unit steps by."""
+    inputs = make_prefill_inputs(PrefillCase(num_heads=2, query_lens=(130,)), device)
+    odd = torch.empty(130, 2, 193, dtype=BF16, device=device)[..., :192]
+    odd.copy_(inputs.k)
+    assert not prefill.runs_on_hopper(inputs.q, odd, inputs.v)
+    check(dataclasses.replace(inputs, k=odd), "triton")
+
+
+@hopper
+@pytest.mark.gpu
+def test_hopper_in_a_graph(device: torch.device) -> None:
+    """Captured once, replayed on batches of other lengths within the bounds."""
+    batches = [((300, 20, 130), (300, 60, 200)), ((1, 0, 430), (9, 3, 440)), ((150, 150, 150), (150, 0, 150)), ((0, 0, 0), (9, 3, 0))]
+    cases = [PrefillCase(query_lens=new, key_lens=keys, padding_tokens=500 - sum(new)) for new, keys in batches]
+    static = make_prefill_inputs(dataclasses.replace(cases[0], key_lens=(300, 60, 240)), device)
+    arguments = (static.q, static.k, static.v, static.cu_seqlens_q, static.cu_seqlens_k, 450, 450, cases[0].softmax_scale)
+    lse = dualmla.mla_prefill(*arguments, out=static.out, return_lse=True, backend="triton")[1]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _, lse = dualmla.mla_prefill(*arguments, out=static.out, return_lse=True, backend="triton")
+    for case in cases:
+        inputs = make_prefill_inputs(case, device)
+        for name in ("q", "k", "v"):
+            whole, part = getattr(static, name), getattr(inputs, name)
+            whole.fill_(math.nan)[: len(part)].copy_(part[: len(whole)])
+        static.cu_seqlens_q.copy_(inputs.cu_seqlens_q)
+        static.cu_seqlens_k.copy_(inputs.cu_seqlens_k)
+        static.out.fill_(math.nan)
+        lse.fill_(math.nan)
+        graph.replay()
+        want = check(inputs, "triton")
+        assert_bits_equal(static.out, want[0], "out")
+        assert_bits_equal(lse, want[1], "lse")
 
 
 lengths = st.lists(st.tuples(st.integers(0, 70), st.integers(0, 140)), min_size=1, max_size=4)
@@ -194,6 +313,7 @@ BAD = {
     "max_seqlen_q a float": ({"max_seqlen_q": lambda n: 8.0}, ValueError, r"max_seqlen_q must be an int of at least 0, got 8\.0"),
     "scale a string": ({"softmax_scale": lambda s: "0.1"}, TypeError, "softmax_scale must be a float, got str"),
     "scale 0": ({"softmax_scale": lambda s: 0.0}, ValueError, r"softmax_scale must be finite and positive, got 0\.0"),
+    "scale beyond fp32": ({"softmax_scale": lambda s: 1e39}, ValueError, "softmax_scale must be finite and positive in fp32"),
     "out of other shape": ({"out": lambda o: o[:5]}, ValueError, r"out must have shape \[13, 3, 128\], got \[5, 3, 128\]"),
     "out of other dtype": ({"out": lambda o: o.half()}, TypeError, "out must be float32, got float16"),
     "out expanded": ({"out": lambda o: o[:1].expand(13, -1, -1)}, ValueError, "out is written, but its elements share memory"),

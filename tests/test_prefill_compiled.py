@@ -16,9 +16,10 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from dualmla_kernels import kv_cache, merge_states, prefill
+from dualmla_kernels.target import CHIPS
 
 arch = sys.argv[1]
-target, platform = (GPUTarget("cuda", 90, 32), "cuda") if arch == "sm_90" else (GPUTarget("hip", arch, 64), "hip")
+target = GPUTarget("cuda", 90, 32) if arch == "sm_90" else GPUTarget("hip", arch, 64)
 
 def compiled(kernel, types, constants, warps):
     names = kernel.arg_names
@@ -30,7 +31,7 @@ def compiled(kernel, types, constants, warps):
 
 found = {}
 for max_seqlen_q, dims in ((64, (128, 64, 128)), (4096, (128, 64, 128)), (4096, (256, 64, 256))):
-    c = prefill.prefill_config(max_seqlen_q, sum(dims), torch.bfloat16, platform)
+    c = prefill.prefill_config(max_seqlen_q, sum(dims), torch.bfloat16, CHIPS[arch])
     sizes = dict(H=16, D0=dims[0], D1=dims[1], D1_PADDED=64, V=dims[2], V_PADDED=dims[2], EXACT=False)
     tiles = dict(BM=c.block_m, BN=c.block_n, GROUP=c.group, STAGES=c.stages)
     types = {name + "_ptr": "*bf16" for name in ("q", "k", "v", "out")} | {"lse_ptr": "*fp32", "softmax_scale": "fp32"}

@@ -397,9 +397,9 @@ def test_selection_is_said_once(fresh: None, caplog: pytest.LogCaptureFixture, c
 
 
 def test_being_interpreted_is_said_once(fresh: None, caplog: pytest.LogCaptureFixture) -> None:
-    from dualmla.backends.triton import _say_interpreted
+    from dualmla.backends.kernels import say_interpreted
 
-    _say_interpreted.cache_clear()
+    say_interpreted.cache_clear()
     with caplog.at_level(logging.INFO, "dualmla"):
         tiny_decode("triton"), tiny_decode("triton")
     slow = [record for record in caplog.records if "interpreter" in record.getMessage()]

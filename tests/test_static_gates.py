@@ -77,6 +77,22 @@ def test_gates_on_hopper(compile_registered: Callable[..., Reports]) -> None:
     assert report["facts"]["matrix"]["mma.sync"]
 
 
+def test_gates_of_the_prefill_on_hopper(compile_registered: Callable[..., Reports]) -> None:
+    """In Gluon: products by wgmma, nothing spilled."""
+    (report,) = compile_registered("sm_90", "prefill_hopper", "prefill, 16 heads")
+    assert not report["faults"]
+    assert report["facts"]["matrix"]["wgmma"]
+
+
+def test_pairs_of_tiles_on_hopper(compile_registered: Callable[..., Reports]) -> None:
+    """Products by wgmma, asynchronous; nothing but addresses is kept in memory, and all of shared memory is used."""
+    (report,) = compile_registered("sm_90", "decode_pairs", "decode, 128 heads")
+    facts = report["facts"]
+    assert not [fault for fault in report["faults"] if "registers are spilled" not in fault]
+    assert facts["matrix"]["wgmma"] == 2 * (32 + 4 + 8), "one warpgroup's products of a pair: latent scores, rope scores, values"
+    assert facts["scratch_bytes"] < 384
+
+
 @pytest.mark.parametrize("options", [{"STAGES": 2}, {"BM": 128}], ids=str)
 def test_a_bad_configuration_breaks_a_gate(options: dict[str, int], compile_registered: Callable[..., Reports]) -> None:
     """Two tiles at a time, or twice the rows, do not fit into the registers of gfx942."""
@@ -115,7 +131,7 @@ def test_each_gate(change: dict[str, Any], fault: str | None) -> None:
 
 
 def test_every_kernel_is_registered() -> None:
-    """Each first argument of a `launch(...)` in the package is launched by some case."""
+    """Each first argument of a `launch(...)` in the package is launched by some case, on some chip."""
     launched = {
         call.args[0].id.lstrip("_")
         for path in SOURCES.glob("*.py")
@@ -126,5 +142,4 @@ def test_every_kernel_is_registered() -> None:
         and isinstance(call.args[0], ast.Name)
     }
     assert len(launched) > 8, "the launches are no longer found"
-    for target in CHIPS.values():
-        assert launched == {item.kernel for item in registered(target, quick=True)} & launched
+    assert launched == {item.kernel for target in CHIPS.values() for item in registered(target, quick=True)} & launched

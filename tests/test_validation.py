@@ -7,12 +7,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 
 import dualmla
 from dualmla.testing import assert_bits_equal
-from dualmla.validation import reads_allowed
+from dualmla.validation import check_written, reads_allowed
 
 BF16, FP32 = torch.bfloat16, torch.float32
 E4M3 = torch.float8_e4m3fn
@@ -105,10 +107,15 @@ WRONG_DECODES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "kv_cache has pages of 2 tokens, the metadata was built for page_size=4",
     ),
+    "cache of endless pages": (
+        {"kv_cache": zeros(1, 1, 576).expand(1, 2**24 + 1, 576)},
+        ValueError,
+        r"kv_cache must be .* with pages of 1 to 16777216 tokens, got \[1, 16777217, 576\]",
+    ),
     "cache of empty pages": (
         {"kv_cache": zeros(6, 0, 576)},
         ValueError,
-        r"kv_cache must be \[num_pages, page_size, latent_dim\], got \[6, 0, 576\]",
+        r"kv_cache must be \[num_pages, page_size, latent_dim\] with pages of 1 to 16777216 tokens, got \[6, 0, 576\]",
     ),
     "cache strided": ({"kv_cache": zeros(3, 4, 1152)[..., ::2]}, ValueError, "kv_cache must be contiguous in its last dimension"),
     "cache wants grad": ({"kv_cache": zeros(3, 4, 576).requires_grad_()}, ValueError, "kv_cache requires grad"),
@@ -137,6 +144,8 @@ WRONG_DECODES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "scale negative": ({"softmax_scale": -0.1}, ValueError, "softmax_scale must be finite and positive, got -0.1"),
     "scale NaN": ({"softmax_scale": math.nan}, ValueError, "softmax_scale must be finite and positive, got nan"),
     "scale inf": ({"softmax_scale": math.inf}, ValueError, "softmax_scale must be finite and positive, got inf"),
+    "scale 0 in fp32": ({"softmax_scale": 1e-50}, ValueError, "softmax_scale must be finite and positive in fp32, got 1e-50"),
+    "scale inf in fp32": ({"softmax_scale": 1e39}, ValueError, r"softmax_scale must be finite and positive in fp32, got 1e\+39"),
     "k_scale 0": ({"k_scale": 0}, ValueError, "k_scale must be finite and positive, got 0"),
     "k_scale 0 in fp32": ({"k_scale": 1e-50}, ValueError, "k_scale must be finite and positive in fp32, got 1e-50"),
     "k_scale inf in fp32": ({"k_scale": 1e39}, ValueError, r"k_scale must be finite and positive in fp32, got 1e\+39"),
@@ -167,6 +176,11 @@ WRONG_DECODES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"out": zeros(1, 2, 512).expand(2, 2, 512)},
         ValueError,
         r"out is written, but its elements share memory: .* strides \(0, 512, 1\)",
+    ),
+    "out overlapping": (
+        {"out": zeros(2048).as_strided((2, 2, 512), (512, 511, 1))},
+        ValueError,
+        r"out is written, but its elements share memory: .* strides \(512, 511, 1\)",
     ),
     "out wants grad": ({"out": zeros(2, 2, 512).requires_grad_()}, ValueError, "out requires grad"),
     "splits 0": ({"num_kv_splits": 0}, ValueError, "num_kv_splits must be None or an int from 1 to 1024, got 0"),
@@ -286,6 +300,11 @@ WRONG_WRITES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "cache of other rows": ({"kv_cache": zeros(3, 4, 512)}, ValueError, r"kv_cache must have shape \[any, any, 576\], got \[3, 4, 512\]"),
     "cache of another dtype": ({"kv_cache": zeros(3, 4, 576, dtype=torch.float16)}, TypeError, "kv_cache must be .*, got float16"),
     "cache expanded": ({"kv_cache": zeros(1, 4, 576).expand(3, 4, 576)}, ValueError, "kv_cache is written, but its elements share memory"),
+    "cache of pages that overlap": (
+        {"kv_cache": zeros(9000).as_strided((3, 4, 576), (4 * 576 - 64, 576, 1))},
+        ValueError,
+        "kv_cache is written, but its elements share memory",
+    ),
     "slots int32": ({"slot_mapping": torch.zeros(3, dtype=torch.int32)}, TypeError, "slot_mapping must be int64, got int32"),
     "slots a list": ({"slot_mapping": [0, 1, 2]}, TypeError, "slot_mapping must be a tensor, got list"),
     "slots for more tokens": (
@@ -326,8 +345,11 @@ def test_concat_and_cache_mla_refuses(refuses: Refuses, wrong: str) -> None:
         ),
         ({"softmax_scale": 10**309}, ValueError, "softmax_scale must be finite and positive, got 1000"),
         ({"softmax_scale": None}, TypeError, "softmax_scale must be a float, got None"),
-        ({"softmax_scale": "0.1"}, TypeError, "softmax_scale must be a float, got '0.1'"),
+        ({"softmax_scale": "0.1"}, TypeError, "softmax_scale must be a float, got str: '0.1'"),
         ({"softmax_scale": 0}, ValueError, "softmax_scale must be finite and positive, got 0"),
+        ({"softmax_scale": 1e-50}, ValueError, "softmax_scale must be finite and positive in fp32, got 1e-50"),
+        ({"softmax_scale": 1e39}, ValueError, r"softmax_scale must be finite and positive in fp32, got 1e\+39"),
+        ({"page_size": 2**33}, ValueError, "page_size must be 1 to 16777216 tokens, got 8589934592"),
         ({"softmax_scale": math.nan}, ValueError, "softmax_scale must be finite and positive, got nan"),
         ({"v_head_dim": 528}, ValueError, "v_head_dim must be at most 512, got 528"),
         ({"qk_nope_head_dim": 464}, ValueError, "qk_head_dim must be at most 512, got 528"),
@@ -441,3 +463,28 @@ def test_forward_refuses_metadata_of_rows_cut_elsewhere(refuses: Refuses) -> Non
     impl = dualmla.TritonMLAImpl(cfg, zeros(2, 128, 64), zeros(2, 64, 128))
     arguments = zeros(2, 2, 144), zeros(2, 64), zeros(2, 16), zeros(3, 4, 80)
     refuses(lambda: impl.forward(*arguments, other), ValueError, "kv_lora_rank is 64, the metadata was built for .* kv_lora_rank=32")
+
+
+# --- memory that is written
+
+
+@hypothesis.given(shape=st.lists(st.integers(0, 4), min_size=1, max_size=3), strides=st.lists(st.integers(0, 13), min_size=3, max_size=3))
+def test_what_may_be_written_shares_no_memory(shape: list[int], strides: list[int]) -> None:
+    """Of any strides: each element of an accepted tensor has an address of its own."""
+    tensor = torch.zeros(128).as_strided(shape, strides[: len(shape)])
+    addresses = torch.arange(128).as_strided(shape, strides[: len(shape)]).flatten().tolist()
+    try:
+        check_written("out", tensor)
+    except ValueError:
+        assert len(addresses) > 1
+    else:
+        assert len(set(addresses)) == len(addresses)
+
+
+@hypothesis.given(data=st.data(), shape=st.lists(st.integers(1, 5), min_size=3, max_size=3))
+def test_views_of_memory_of_their_own_may_be_written(data: st.DataObject, shape: list[int]) -> None:
+    """Slices with steps, turned around any way: a tensor that was not expanded or unfolded is never refused."""
+    cut = tuple(slice(data.draw(st.integers(0, n - 1)), None, data.draw(st.integers(1, 3))) for n in shape)
+    view = torch.zeros(shape)[cut].permute(data.draw(st.permutations(range(3))))
+    check_written("out", view)
+    check_written("out", view.unsqueeze(data.draw(st.integers(0, 3))))

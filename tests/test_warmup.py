@@ -64,9 +64,9 @@ def test_warmup_of_any_backend(device: torch.device, max_query_len: int) -> None
 
 def test_warmup_refuses() -> None:
     cfg = LayerCase(seq_lens=(), query_lens=(), **SMALL).config
-    with pytest.raises(ValueError, match="batch_sizes must be ints of at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"batch_sizes\[1\] must be an int of at least 1, got 0"):
         dualmla.warmup(cfg, "cpu", [4, 0])
-    with pytest.raises(ValueError, match="max_query_len must be ints of at least 1, got 0"):
+    with pytest.raises(ValueError, match="max_query_len must be an int of at least 1, got 0"):
         dualmla.warmup(cfg, "cpu", [4], max_query_len=0)
     with pytest.raises(ValueError, match="max_num_tokens must be an int of at least 1, got 0"):
         dualmla.workspace_bytes(cfg, "cpu", max_num_tokens=0)

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import logging
 
 import torch
 
 from dualmla.attention import MLAImpl
-from dualmla.backends.base import MLABackend
+from dualmla.backends.kernels import KernelMLABackend, say_interpreted
 from dualmla.config import MLAConfig
 from dualmla.metadata import MLAMetadata
 from dualmla.validation import float8_refusal
 
-logger = logging.getLogger("dualmla")
 
-
-class TritonMLABackend(MLABackend):
+class TritonMLABackend(KernelMLABackend):
     """Triton kernels of the package `dualmla_kernels`."""
 
     name = "triton"
@@ -61,7 +58,7 @@ class TritonMLABackend(MLABackend):
         """As `MLABackend.mla_decode`."""
         from dualmla_kernels.decode import mla_decode
 
-        _say_interpreted(q.device.type)
+        say_interpreted(q.device.type)
         mla_decode(
             q,
             kv_cache,
@@ -86,16 +83,6 @@ class TritonMLABackend(MLABackend):
         return scratch_bytes(cfg.num_heads, max_query_len, num_reqs, cfg.kv_lora_rank, cfg.dtype, device)
 
     @classmethod
-    def concat_and_cache_mla(
-        cls, kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, *, k_scale: float | torch.Tensor
-    ) -> None:
-        """As `MLABackend.concat_and_cache_mla`."""
-        from dualmla_kernels.kv_cache import concat_and_cache_mla
-
-        _say_interpreted(kv_c.device.type)
-        concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, k_scale=k_scale)
-
-    @classmethod
     def mla_prefill(
         cls,
         q: torch.Tensor,
@@ -114,42 +101,8 @@ class TritonMLABackend(MLABackend):
         """As `MLABackend.mla_prefill`; the kernel needs no bound of the key lengths."""
         from dualmla_kernels.prefill import mla_prefill
 
-        _say_interpreted(q.device.type)
+        say_interpreted(q.device.type)
         mla_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal=causal, out=out, lse=lse)
-
-    @classmethod
-    def gather_kv_cache(
-        cls,
-        kv_cache: torch.Tensor,
-        block_table: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        seq_starts: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        k_scale: float | torch.Tensor,
-    ) -> None:
-        """As `MLABackend.gather_kv_cache`."""
-        from dualmla_kernels.kv_cache import gather_kv_cache
-
-        _say_interpreted(kv_cache.device.type)
-        gather_kv_cache(kv_cache, block_table, cu_seqlens, seq_starts, out, k_scale=k_scale)
-
-    @classmethod
-    def merge_attn_states(
-        cls,
-        out_a: torch.Tensor,
-        lse_a: torch.Tensor,
-        out_b: torch.Tensor,
-        lse_b: torch.Tensor,
-        *,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> None:
-        """As `MLABackend.merge_attn_states`."""
-        from dualmla_kernels.merge_states import merge_attn_states
-
-        _say_interpreted(out.device.type)
-        merge_attn_states(out_a, lse_a, out_b, lse_b, out=out, lse=lse)
 
 
 class TritonMLAImpl(MLAImpl):
@@ -166,9 +119,3 @@ def _missing_packages(device_type: str) -> str | None:
     if device_type == "cpu" and importlib.util.find_spec("numpy") is None:
         return "numpy is not installed, which Triton's interpreter needs; install `dualmla[cpu]`"
     return None
-
-
-@functools.cache
-def _say_interpreted(device_type: str) -> None:
-    if device_type == "cpu":
-        logger.warning("the triton backend runs in Triton's interpreter on a CPU: right, but thousands of times slower than on a GPU")

@@ -20,8 +20,8 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#0
 
 MARKERS = {"decode": "o", "prefill": "s"}
 INK, FAINT = "#333333", "#bbbbbb"
-LABEL_HEIGHT, COLUMN = 0.021, 0.03
-"""Of a number in the roofline, and how near points are one column of numbers, as shares of the axes."""
+LABEL_HEIGHT, COLUMN, NAME_WIDTH = 0.021, 0.03, 0.09
+"""Of a number in the roofline, how near points are one column of numbers, and of a group's name, as shares of the axes."""
 
 LEAST_LINES = 14
 """Of the shares: fewer cases are not spread over all of the height."""
@@ -84,7 +84,7 @@ def _draw_roofline(axes: Axes, report: Report, rows: list[Row], numbers: dict[Ca
     xs = [row.intensity for row in rows] + [ridge]
     low, high = min(min(xs) / 3, ridge / 12), max(max(xs) * 2.5, ridge * 6)
     top = max(*rates.values(), *(row.rate for row in rows)) / 1e12 * 1.6
-    bottom = min(row.rate for row in rows) / 1e12 / 2
+    bottom = min(row.rate for row in rows) / 1e12 / 3
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(bottom, top), xlabel="flop / byte", ylabel="TFLOP/s")
     for dtype, rate in rates.items():
         knee = rate / bandwidth
@@ -122,7 +122,7 @@ def _slope(axes: Axes) -> float:
 
 
 def _label(axes: Axes, rows: list[Row], numbers: dict[Case, int]) -> None:
-    """Each case's number beside its fastest backend, those of neighbours below one another; a group's name under it where it is narrow."""
+    """Each case's number beside its fastest backend, those of neighbours below one another; a group's name, where it stands alone."""
     best: dict[Case, Row] = {}
     for row in rows:
         if _case(row) not in best or row.rate > best[_case(row)].rate:
@@ -144,11 +144,12 @@ def _label(axes: Axes, rows: list[Row], numbers: dict[Case, int]) -> None:
                 fontsize=8, color=INK, arrowprops={"arrowstyle": "-", "color": FAINT, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3},
             )  # fmt: skip
     for group in dict.fromkeys(row.group for row in rows):
-        some = [row for row in rows if row.group == group]
-        lowest = min(some, key=lambda row: row.rate)
-        if max(row.intensity for row in some) < 2 * min(row.intensity for row in some):
-            at = (lowest.intensity, lowest.rate / 1e12)
-            axes.annotate(group, at, (0, -12), textcoords="offset points", ha="center", va="top", fontsize=8, color=INK)
+        lowest = min((row for row in rows if row.group == group), key=lambda row: row.rate)
+        x = to_axes.transform((lowest.intensity, 1.0))[0]
+        reach = [row for row in rows if abs(to_axes.transform((row.intensity, 1.0))[0] - x) < NAME_WIDTH]
+        if all(row.group == group for row in reach):
+            name, at = group.replace(", ", "\n"), (lowest.intensity, lowest.rate / 1e12)
+            axes.annotate(name, at, (0, -10), textcoords="offset points", ha="center", va="top", fontsize=8, color=INK)
 
 
 def _spread(heights: list[float]) -> list[float]:

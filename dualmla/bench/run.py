@@ -12,8 +12,9 @@ import torch
 
 from dualmla.bench.clock import Call, Ceilings, Clock, measure_ceilings
 from dualmla.bench.inputs import Inputs, draw
+from dualmla.bench.peers import Peer
 from dualmla.bench.results import Report, Row, Status
-from dualmla.bench.subjects import MOST_INTERPRETED, Peer, Prepared, Refused, Subject, told
+from dualmla.bench.subjects import MOST_INTERPRETED, Prepared, Refused, Subject, told
 from dualmla.bench.truth import Judge, judge_of
 from dualmla.differential.machine import device_name, environment, versions
 from dualmla.differential.problems.fields import to_fields

@@ -17,6 +17,7 @@ import torch
 from dualmla.backends.aiter import probe
 from dualmla.backends.aiter.certificate import Certificate, Entry, Machine, Shape
 from dualmla.backends.base import BackendUnavailable
+from dualmla.config import FLOAT8_DTYPES
 from dualmla.differential.grids import Draw
 from dualmla.differential.problems import DecodeProblem, PrefillProblem
 from dualmla.differential.worker import Worker, WorkerFailed
@@ -47,17 +48,30 @@ def machine_of(device: torch.device) -> Machine:
     return Machine.here(found.aiter, found.arch)
 
 
-def groups(num_heads: Sequence[int], *, max_query_len: int = 1, return_lse: bool = False, seeds: int = SEEDS) -> list[Group]:
+def groups(
+    num_heads: Sequence[int],
+    *,
+    max_query_len: int = 1,
+    return_lse: bool = False,
+    kv_cache_dtypes: Sequence[torch.dtype] = (torch.bfloat16,),
+    seeds: int = SEEDS,
+) -> list[Group]:
     """The decodes and prefills of an engine.
 
     Arguments:
         num_heads: query heads a rank, one for each way that the model is split.
         max_query_len: most query tokens a request of a decode; above 1 with speculative decoding.
-        return_lse: decodes are also wanted with the LSE, as for context parallelism.
+        return_lse: decodes are also wanted with the LSE, as for context parallelism; over a float8 cache AITER has none.
+        kv_cache_dtypes: of the caches that decodes read.
         seeds: how often each case is drawn anew.
     """
-    wanted = [False, True] if return_lse else [False]
-    decodes = [Shape("decode", heads, n, lse) for heads in num_heads for n in range(1, max_query_len + 1) for lse in wanted]
+    decodes = [
+        Shape("decode", heads, n, lse, str(dtype).removeprefix("torch."))
+        for dtype in kv_cache_dtypes
+        for heads in num_heads
+        for n in range(1, max_query_len + 1)
+        for lse in ((False, True) if return_lse and dtype not in FLOAT8_DTYPES else (False,))
+    ]
     prefills = [Shape("prefill", heads, 0, True) for heads in num_heads]
     return [
         *(Group(shape, tuple(_decodes(shape, seeds))) for shape in decodes),
@@ -123,6 +137,8 @@ def _decodes(shape: Shape, seeds: int) -> Iterator[Draw]:
         ((4096, 1000), (n,) * 2, 0),
         (tuple(range(n, 2000, 61)), (n,) * len(range(n, 2000, 61)), 0),
     ]
+    dtype = getattr(torch, shape.kv_cache_dtype)
+    float8 = {"kv_cache_dtype": dtype, "k_scale": 0.375} if dtype in FLOAT8_DTYPES else {}
     for seed in range(seeds):
         for page_size in PAGE_SIZES:
             for keys, queries, padding in batches:
@@ -134,6 +150,7 @@ def _decodes(shape: Shape, seeds: int) -> Iterator[Draw]:
                     page_size=page_size,
                     return_lse=shape.return_lse,
                     seed=seed,
+                    **float8,
                 )
                 yield lambda case=case: DecodeProblem.draw(case)  # type: ignore[misc]
 

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 from dualmla.differential import repro
 from dualmla.differential.check import Failure, Report, fails
-from dualmla.differential.report import share, summary, used
+from dualmla.differential.report import executed, notes, share, summary, used
 from dualmla.differential.verdict import Verdict
 
 MISSING = "jinja2 is not installed, which the HTML page needs; install `dualmla[check]`"
@@ -108,7 +108,10 @@ def to_html(report: Report) -> str:
     )
     rows = sorted(report.rows, key=lambda row: (not fails(row), -used(row)))
     template = environment.get_template("report.html")
-    return str(template.render(report=report, rows=rows, summary=summary(report), dots=_dots(report), share=share))
+    known, count = notes(report), executed(report)
+    return str(
+        template.render(report=report, rows=rows, summary=summary(report), dots=_dots(report), share=share, known=known, executed=count)
+    )
 
 
 def _jinja2() -> Any:
@@ -135,7 +138,8 @@ def _dots(report: Report) -> list[dict[str, Any]]:
 
 def _verdict(verdict: Verdict) -> dict[str, Any]:
     findings = [{**asdict(finding), "contract": finding.contract} for finding in verdict.findings]
-    return {**asdict(verdict), "findings": findings, "status": verdict.status}
+    execution = verdict.execution and {**asdict(verdict.execution), "instructions": verdict.execution.instructions}
+    return {**asdict(verdict), "findings": findings, "status": verdict.status, "execution": execution}
 
 
 def _failure(failure: Failure) -> dict[str, Any]:

@@ -15,6 +15,8 @@ import torch
 from dualmla.backends.base import BackendUnavailable
 from dualmla.differential.bits import difference, first, same_bits
 from dualmla.differential.diagnose import Wrong, diagnose
+from dualmla.differential.emulated import know
+from dualmla.differential.instruments import Recording, findings_of, recording
 from dualmla.differential.problems.base import Problem, Result
 from dualmla.differential.verdict import Finding, Verdict
 from dualmla.testing import compare
@@ -26,24 +28,29 @@ def judge(problem: Problem, backend: str | None, device: torch.device | str = "c
     A Python exception of the backend is a finding; an abort or a hang takes this process with it: see `worker`.
     """
     about = (problem.operation, problem.title, backend or "auto")
+    know(backend)
+    plain = Recording()
     try:
         call, calm = (problem.lay_out(device, poison=poison) for poison in (True, False))
     except torch.OutOfMemoryError as error:
         return Verdict(*about, refusals=(f"no room on {device} to lay the case out: {str(error).splitlines()[0]}",))
     start = time.perf_counter()
     try:
-        result = call.run(backend)
+        with recording(plain):
+            result = call.run(backend)
         seconds = time.perf_counter() - start
         quiet = calm.run(backend)
         exact = call.exact()
         comparison = compare(*result, exact, flashmla_gate=problem.order_one)
         wrong = Wrong(problem, call, result, exact, "; ".join(comparison.failures))
         findings = tuple(_findings(wrong, quiet, backend, device))
+        hazards, notes = _hazards(problem, backend, device, result, plain)
     except BackendUnavailable as refusal:
         return Verdict(*about, refusals=tuple(refusal.reasons))
     except Exception as error:
-        return Verdict(*about, findings=(Finding("exception", f"{type(error).__name__}: {error}"),))
-    return Verdict(*about, findings, (), comparison, seconds)
+        hazards, notes = findings_of(plain)
+        return Verdict(*about, findings=hazards or (Finding("exception", f"{type(error).__name__}: {error}"),), notes=notes)
+    return Verdict(*about, findings + hazards, (), comparison, seconds, plain.execution(), notes)
 
 
 def _findings(wrong: Wrong, quiet: Result, backend: str | None, device: torch.device | str) -> Iterator[Finding]:
@@ -68,6 +75,28 @@ def _findings(wrong: Wrong, quiet: Result, backend: str | None, device: torch.de
     if wrong.facts:
         yield from diagnose(wrong, lambda other: judge(other, backend, device).status == "pass")
     yield from _alone(problem, backend, device, result)
+
+
+def _hazards(
+    problem: Problem, backend: str | None, device: torch.device | str, result: Result, plain: Recording
+) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
+    """What the machine code of an emulated device rests on: seen in the run, and in one where waves and loads are slow."""
+    if not plain.launches:
+        return (), ()
+    slow = Recording(instrumented=True)
+    try:
+        with recording(slow):
+            late = problem.lay_out(device, poison=True).run(backend)
+    except Exception:
+        findings, notes = findings_of(plain, slow)
+        if not findings:
+            raise
+        return findings, notes
+    findings, notes = findings_of(plain, slow)
+    if not findings and not notes and not same_bits(result, late):
+        told = f"waves in short turns and loads as late as they may be give other bits: {difference(result, late)}"
+        findings = (Finding("determinism", told),)
+    return findings, notes
 
 
 def _why_different(problem: Problem, backend: str | None, device: torch.device | str, result: Result, quiet: Result) -> Finding:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -18,12 +20,13 @@ def print_report(console: Console, report: Report) -> None:
     """The failing rows, the passing ones nearest to their budget, each kind of failure, and one line of verdict."""
     passing = sorted((row for row in report.rows if not fails(row)), key=used, reverse=True)
     table = Table(title=f"{', '.join(report.backends)} against float64, on {report.device}", title_justify="left", box=box.SIMPLE)
+    instructions = ("instructions",) if executed(report) else ()
     # a long case is cut short here: its whole name is with its finding, and in the files
-    taken = 96 + max(map(len, report.backends))
-    table.add_column("case", no_wrap=True, max_width=max(console.width - taken, 24))
+    others = 96 + max(map(len, report.backends)) + 15 * len(instructions)
+    table.add_column("case", no_wrap=True, max_width=max(console.width - others, 24))
     for name in ("backend", "verdict"):
         table.add_column(name, no_wrap=True)
-    for name in ("max error", "allowed", "used", "cosine diff.", "LSE error", "used", "seconds"):
+    for name in ("max error", "allowed", "used", "cosine diff.", "LSE error", "used", "seconds", *instructions):
         table.add_column(name, justify="right", no_wrap=True)
     for row in [*report.failed[:SHOWN], *passing[:SHOWN]]:
         for verdict in row:
@@ -35,6 +38,8 @@ def print_report(console: Console, report: Report) -> None:
     _print_findings(console, report)
     for reason in sorted({reason for row in report.rows for verdict in row for reason in verdict.refusals}):
         console.print(f"refused: {reason}", style="yellow", markup=False, highlight=False)
+    for note in notes(report):
+        console.print(f"known: {note}", style="yellow", markup=False, highlight=False)
     colour = "red" if report.failed else "green" if report.ran else "yellow"
     console.print(f"\n{summary(report)}", style=f"bold {colour}", highlight=False)
 
@@ -60,7 +65,20 @@ def summary(report: Report) -> str:
     count = {status: sum(verdict.status == status for row in report.rows for verdict in row) for status in ("pass", "fail", "refused")}
     calls = " and ".join(report.backends)
     told = f"{calls}: {count['pass']} passed, {count['fail']} failed, {count['refused']} refused; {report.seconds:.0f} s"
+    if instructions := executed(report):
+        told += f"; {instructions:,} wave-instructions executed"
     return f"{told}; {report.ended}" if report.ended else told
+
+
+def executed(report: Report) -> int:
+    """Wave-instructions that emulated devices executed for the first run of each case; 0 where there were none."""
+    return sum(verdict.execution.instructions for row in report.rows for verdict in row if verdict.execution)
+
+
+def notes(report: Report) -> list[str]:
+    """What is known to be strange about the machine code that ran, and in how many cases it was seen."""
+    counts = Counter(note for row in report.rows for verdict in row for note in verdict.notes)
+    return [f"{note} ({count} case{'s' if count > 1 else ''})" for note, count in sorted(counts.items())]
 
 
 def used(row: Row) -> float:
@@ -105,4 +123,5 @@ def _cells(verdict: Verdict) -> list[str]:
     if (c := verdict.comparison) is not None:
         numbers = (f"{c.max_error:.1e}", f"{c.allowed:.1e}", share(c.budget_used), f"{c.cosine_difference:.1e}")
         cells += [*numbers, f"{c.lse_error:.1e}", share(c.lse_budget_used), f"{verdict.seconds:.2f}"]
+        cells += [f"{verdict.execution.instructions:,}"] if verdict.execution else []
     return cells

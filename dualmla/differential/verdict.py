@@ -9,7 +9,7 @@ from dualmla.testing import Comparison
 
 Kind = Literal[
     "scale", "lse", "empty row", "unwritten", "unowned memory", "mask", "indices", "determinism", "splits", "heads", "accuracy",
-    "exception", "crash", "hang",
+    "exception", "crash", "hang", "race", "wait", "unwritten read", "fault",
 ]  # fmt: skip
 
 CONTRACTS: dict[Kind, str] = {
@@ -27,6 +27,10 @@ CONTRACTS: dict[Kind, str] = {
     "exception": "9 Only bad input raises",
     "crash": "The process survives",
     "hang": "The call ends",
+    "race": "Machine code: waves share the LDS behind barriers",
+    "wait": "Machine code: loads are waited for",
+    "unwritten read": "Machine code: memory is written before it is read",
+    "fault": "Machine code: only allocated memory is accessed",
 }
 """The contract of the specification that each kind of failure breaks; numbered ones are its Contracts."""
 
@@ -49,6 +53,23 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class Execution:
+    """What emulated devices executed for one call, in wave-instructions.
+
+    Attributes:
+        kinds: by what they keep busy, such as "matrix" and "global load".
+        kernels: by the kernel's name.
+    """
+
+    kinds: dict[str, int]
+    kernels: dict[str, int]
+
+    @property
+    def instructions(self) -> int:
+        return sum(self.kinds.values())
+
+
+@dataclass(frozen=True)
 class Verdict:
     """The judge's word on one call.
 
@@ -60,6 +81,8 @@ class Verdict:
         refusals: why the backend did not take the call; it was not run then.
         comparison: the numbers, where there was a result.
         seconds: the backend's first run.
+        execution: of the first run, on an emulated device.
+        notes: what is known to be strange about the machine code that ran, and is no failure.
     """
 
     operation: str
@@ -69,6 +92,8 @@ class Verdict:
     refusals: tuple[str, ...] = ()
     comparison: Comparison | None = None
     seconds: float = 0.0
+    execution: Execution | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def status(self) -> Literal["pass", "fail", "refused"]:

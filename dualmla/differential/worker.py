@@ -166,6 +166,7 @@ def serve(receive: int, send: int) -> None:
 
 
 def _judge_until_closed(problems: Connection, verdicts: Connection, backend: str | None, device: str, load: tuple[Path, ...]) -> None:
+    from dualmla.differential.emulated import know
     from dualmla.differential.judge import judge
     from dualmla.selection import backend_for_device
 
@@ -175,6 +176,7 @@ def _judge_until_closed(problems: Connection, verdicts: Connection, backend: str
     try:
         for path in load:
             runpy.run_path(str(path))
+        know(backend)
         name = backend_for_device(torch.device(device), backend).name
     except Exception as error:
         _send(verdicts, ("unusable", f"{type(error).__name__}: {error}"))

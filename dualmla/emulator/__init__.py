@@ -4,7 +4,7 @@ Needs the extra `dualmla[emulator]` (tinygrad for the instruction encodings, Num
 """
 
 from dualmla.emulator.elf import CodeObject, load_code_object
-from dualmla.emulator.errors import CodeObjectError, EmulatorError, MemoryFaultError, UnsupportedInstructionError
+from dualmla.emulator.errors import CodeObjectError, EmulatorError, MemoryFaultError, NotEmulatedError, UnsupportedInstructionError
 from dualmla.emulator.findings import Finding
 from dualmla.emulator.launch import Buffer, Device, Mode, Report
 
@@ -17,6 +17,7 @@ __all__ = [
     "Finding",
     "MemoryFaultError",
     "Mode",
+    "NotEmulatedError",
     "Report",
     "UnsupportedInstructionError",
     "load_code_object",

@@ -15,6 +15,7 @@ from dualmla.emulator.elf import CodeObject
 from dualmla.emulator.errors import UnsupportedInstructionError
 
 UNDECODED = "UNDECODED"
+_LEAVES = ("S_ENDPGM", "S_BRANCH")
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,14 @@ def _decode(word: bytes) -> tuple[int, str, str, dict[str, int]]:
     return decoded.size(), opcode, type(decoded).__name__, fields
 
 
+@lru_cache(maxsize=1)
+def short_forms() -> frozenset[str]:
+    """Opcodes that exist as VOP1, VOP2 or VOPC, beside the long form that all vector instructions have."""
+    from tinygrad.runtime.autogen.amd.cdna.enum import VOP1Op, VOP2Op, VOPCOp
+
+    return frozenset(op.name.removesuffix("_E32") for form in (VOP1Op, VOP2Op, VOPCOp) for op in form)
+
+
 def decode(image: bytes, address: int) -> Instruction:
     """The instruction at `address` of a memory image. Raises `UnsupportedInstructionError` for an unknown encoding."""
     wide = image[address + 2 : address + 4] == b"\xac\xd3"  # the scale prefix of a 16-byte matrix instruction
@@ -63,7 +72,8 @@ def decode(image: bytes, address: int) -> Instruction:
 
 
 def instructions(code: CodeObject) -> Iterator[Instruction]:
-    """Every instruction from the kernel's entry up to the last `s_endpgm` of its code section; what follows is padding.
+    """Every instruction from the kernel's entry up to the last one in its code section that nothing runs past; what follows is
+    padding. LLVM also lays blocks after the last `s_endpgm`, which then end in an `s_branch`.
 
     A word that is no instruction becomes one named `UNDECODED`, an error only if it is ever executed.
     """
@@ -75,5 +85,5 @@ def instructions(code: CodeObject) -> Iterator[Instruction]:
         except UnsupportedInstructionError:
             found.append(Instruction(start, 4, UNDECODED, "", {}))
         start += found[-1].size
-    last = max((i for i, instruction in enumerate(found) if instruction.name == "S_ENDPGM"), default=-1)
+    last = max((i for i, instruction in enumerate(found) if instruction.name in _LEAVES), default=-1)
     return iter(found[: last + 1])

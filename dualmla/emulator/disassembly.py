@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dualmla.emulator import interpreter, matrix
-from dualmla.emulator.decoder import Instruction
-from dualmla.emulator.operands import INLINE_FLOATS, signed
+from dualmla.emulator.decoder import Instruction, short_forms
+from dualmla.emulator.operands import INLINE_FLOATS, NULL, signed
 from dualmla.emulator.registry import SCALAR, VECTOR, WIDTH
 
 assert interpreter.SEMANTICS  # importing it filled the registry
@@ -19,10 +19,12 @@ _SPECIAL = {106: "vcc", 124: "m0", 126: "exec", 251: "src_vccz", 252: "src_execz
 _HALVES = {106: "vcc_lo", 107: "vcc_hi", 126: "exec_lo", 127: "exec_hi"}
 _SELECTS = ("BYTE_0", "BYTE_1", "BYTE_2", "BYTE_3", "WORD_0", "WORD_1", "DWORD")
 _UNUSED = ("UNUSED_PAD", "UNUSED_SEXT", "UNUSED_PRESERVE")
+_NAMES = {"V_ACCVGPR_READ": "v_accvgpr_read_b32", "V_ACCVGPR_WRITE": "v_accvgpr_write_b32"}
+_NAMES |= {"V_MAD_MIXLO_F16": "v_fma_mixlo_f16", "V_MAD_MIXHI_F16": "v_fma_mixhi_f16"}
 _DWORDS = {"DWORD": 1, "DWORDX2": 2, "DWORDX3": 3, "DWORDX4": 4, "DWORDX8": 8, "DWORDX16": 16}
-_LDS = {"B32": 1, "B64": 2, "B96": 3, "B128": 4}
+_LDS = {"B64": 2, "B96": 3, "B128": 4}
 _DPP = {0x100: "row_shl", 0x110: "row_shr", 0x120: "row_ror", 0x150: "row_newbcast"}
-_RENAMED = {"V_ACCVGPR_READ": "v_accvgpr_read_b32", "V_ACCVGPR_WRITE": "v_accvgpr_write_b32"}
+_DPP_ALONE = {0x138: "wave_shr:1", 0x140: "row_mirror", 0x141: "row_half_mirror", 0x142: "row_bcast:15", 0x143: "row_bcast:31"}
 
 
 def register(kind: str, first: int, width: int) -> str:
@@ -81,7 +83,9 @@ def _scalar(instruction: Instruction) -> str:
     name, literal = instruction.name, instruction.get("literal")
     if name == "S_SET_GPR_IDX_ON":
         return f"s_set_gpr_idx_on {operand(instruction['ssrc0'])}, gpr_idx(SRC0)"
-    semantics = SCALAR[name]
+    semantics = SCALAR[name.replace("_SAVEEXEC", "")]
+    if name.endswith("_SAVEEXEC_B64"):
+        return f"{name.lower()} {operand(instruction['sdst'], 2)}, {operand(instruction['ssrc0'], 2)}"
     if instruction.encoding.startswith("SOPK"):
         return f"{name.lower()} {operand(instruction['sdst'])}, {instruction['simm16']:#x}"
     letters = semantics.arguments[:1] if name.startswith("S_BITSET") else semantics.arguments  # the other is the destination
@@ -96,20 +100,40 @@ def _buffer(instruction: Instruction) -> str:
     address = operand(instruction["vaddr"]) if instruction["offen"] else "off"
     parts = [*data, address, operand(instruction["srsrc"], 4), operand(instruction["soffset"])]
     flags = " offen" * instruction["offen"] + (f" offset:{instruction['offset']}" if instruction["offset"] else "")
-    flags += " sc0" * instruction["sc0"] + " nt" * instruction["nt"] + " sc1" * instruction["sc1"] + " lds" * instruction["lds"]
-    return f"{instruction.name.lower()} {', '.join(parts)}{flags}"
+    return f"{instruction.name.lower()} {', '.join(parts)}{flags}{_caching(instruction)}" + " lds" * instruction["lds"]
+
+
+def _caching(instruction: Instruction) -> str:
+    return " sc0" * instruction["sc0"] + " nt" * instruction["nt"] + " sc1" * instruction["sc1"]
+
+
+def _global(instruction: Instruction) -> str:
+    """Without a scalar base address, the vector one has 64 bits."""
+    count, scalar = _DWORDS.get(instruction.name.rpartition("_")[2], 1), instruction["saddr"] != NULL
+    store, to_lds = "_STORE_" in instruction.name, "_LDS_" in instruction.name
+    data = operand(instruction["data" if store else "vdst"], count, accumulator=bool(instruction["acc"]))
+    address, base = operand(instruction["addr"], 2 - scalar), operand(instruction["saddr"], 2) if scalar else "off"
+    parts = [address, data, base] if store else [address, base] if to_lds else [data, address, base]
+    offset = signed(instruction["offset"], 13)
+    return f"{instruction.name.lower()} {', '.join(parts)}" + (f" offset:{offset}" if offset else "") + _caching(instruction)
 
 
 def _lds(instruction: Instruction) -> str:
-    parts = instruction.name.split("_")
-    count, accumulator = _LDS[parts[2]], bool(instruction["acc"])
+    name, accumulator = instruction.name, bool(instruction["acc"])
+    count = _LDS.get(name.split("_")[2], 1)
+    twice = name.startswith(("DS_READ2", "DS_WRITE2"))
     offset = instruction["offset0"] | instruction["offset1"] << 8
-    address = operand(instruction["addr"])
-    if parts[1] == "WRITE":
-        operands = f"{address}, {operand(instruction['data0'], count, accumulator=accumulator)}"
-    else:
-        operands = f"{operand(instruction['vdst'], count, accumulator=accumulator)}, {address}"
-    return f"{instruction.name.lower()} {operands}" + (f" offset:{offset}" if offset else "")
+    offsets: dict[str, int | str] = {"offset": offset}
+    if twice:
+        offsets = {f"offset{k}": instruction[f"offset{k}"] for k in range(2)}
+    operands = [operand(instruction["addr"])]
+    if not name.startswith("DS_WRITE"):
+        operands.insert(0, operand(instruction["vdst"], count * (1 + twice), accumulator=accumulator))
+    if name == "DS_SWIZZLE_B32" and offset & 0x83FF == 0x1F and (offset >> 10).bit_count() == 1:
+        offsets["offset"] = f"swizzle(SWAP,{offset >> 10})"
+    elif not name.startswith("DS_READ"):
+        operands += [operand(instruction[f"data{k}"], count, accumulator=accumulator) for k in range(1 + twice)]
+    return " ".join([f"{name.lower()} {', '.join(operands)}", *(f"{key}:{value}" for key, value in offsets.items() if value)])
 
 
 def _matrix(instruction: Instruction) -> str:
@@ -126,9 +150,11 @@ def _bits(value: int, count: int) -> str:
 
 def _packed(instruction: Instruction) -> str:
     name = instruction.name
-    if name in _RENAMED:
+    if name.startswith("V_ACCVGPR"):
         target = operand(instruction["vdst"], accumulator=name.endswith("WRITE"))
-        return f"{_RENAMED[name]} {target}, {operand(instruction['src0'], accumulator=name.endswith('READ'))}"
+        return f"{_NAMES[name]} {target}, {operand(instruction['src0'], accumulator=name.endswith('READ'))}"
+    if name in _NAMES:
+        return _mixed(instruction)
     count = len(VECTOR[name].arguments)
     operands = [operand(instruction["vdst"], 2), *(operand(instruction[f"src{k}"], 2) for k in range(count))]
     upper = instruction["opsel_hi"] | instruction["opsel_hi2"] << 2
@@ -139,67 +165,90 @@ def _packed(instruction: Instruction) -> str:
     return f"{name.lower()} {', '.join(operands)}{flags}"
 
 
+def _mixed(instruction: Instruction) -> str:
+    """A mixed-precision FMA; its float32 operands are those without a bit of op_sel_hi."""
+    operands = [_signed(instruction, k, operand(instruction[f"src{k}"]), absolute="neg_hi") for k in range(3)]
+    upper = instruction["opsel_hi"] | instruction["opsel_hi2"] << 2
+    flags = f" op_sel:{_bits(instruction['opsel'], 3)}" if instruction["opsel"] else ""
+    flags += f" op_sel_hi:{_bits(upper, 3)}" if upper else ""
+    return f"{_NAMES[instruction.name]} {', '.join([operand(instruction['vdst']), *operands])}{flags}"
+
+
 def _vector(instruction: Instruction) -> str:
     name, encoding = instruction.name, instruction.encoding
     if name == "V_NOP":
         return "v_nop"
+    if name in ("V_READLANE_B32", "V_WRITELANE_B32"):
+        code = instruction["vdst"] & 255 if name == "V_READLANE_B32" else instruction["vdst"]
+        return f"{name.lower()} {', '.join(map(operand, (code, instruction['src0'], instruction['src1'])))}"
     if name in ("V_READFIRSTLANE_B32", "V_PERMLANE16_SWAP_B32", "V_PERMLANE32_SWAP_B32"):
         suffix = "" if name == "V_READFIRSTLANE_B32" else "_e32"
         code = instruction["vdst"] if suffix else instruction["vdst"] & 255
         return f"{name.lower()}{suffix} {operand(code)}, {operand(instruction['src0'])}"
     if name == "V_ACCVGPR_MOV_B32":
         return f"v_accvgpr_mov_b32 {', '.join(operand(instruction[field], accumulator=True) for field in ('vdst', 'src0'))}"
+    if name in ("V_FMAMK_F32", "V_FMAAK_F32"):
+        sources = [operand(instruction["src0"], literal=instruction["literal"]), operand(instruction["vsrc1"] | 256)]
+        sources.insert(1 if name == "V_FMAMK_F32" else 2, f"{instruction['literal']:#x}")
+        return f"{name.lower()} {', '.join([operand(instruction['vdst']), *sources])}"
     semantics = VECTOR[name] if name in VECTOR else VECTOR[f"{name}.gfx942"]
-    letters = semantics.arguments
-    sources = _sources(instruction, letters)
-    if semantics.results == "m":
-        target = operand(instruction.get("vdst", 106), 2)
-    else:
-        target = operand(instruction["vdst"], WIDTH[semantics.results[0]])
-    suffix = {"VOP3": "_e64", "SDWA": "_sdwa", "DPP1": "_dpp"}.get(encoding.rpartition("_")[2][:4], "_e32")
+    results = semantics.results
+    target = operand(instruction.get("vdst", 106), 2) if results == "m" else operand(instruction["vdst"], WIDTH[results[0]])
+    carry = [operand(instruction.get("sdst", 106), 2)] if len(results) > 1 else []
+    suffix = {"VOP3": "_e64" * (name in short_forms()), "SDWA": "_sdwa", "DPP1": "_dpp"}.get(encoding.rpartition("_")[2][:4], "_e32")
     if encoding.startswith("VOP3"):
-        suffix = "_e64" if _has_short_form(name) else ""
-    return f"{name.lower()}{suffix} {', '.join([target, *sources])}{_modifiers(instruction)}"
+        suffix = "_e64" * (name in short_forms())
+    return f"{name.lower()}{suffix} {', '.join([target, *carry, *_sources(instruction, semantics.arguments)])}{_modifiers(instruction)}"
 
 
-def _sources(instruction: Instruction, letters: str) -> list[str]:
-    encoding, literal = instruction.encoding, instruction.get("literal")
+def _sources(instruction: Instruction, arguments: str) -> list[str]:
+    encoding, literal, name = instruction.encoding, instruction.get("literal"), instruction.name
+    letters = arguments[:3] if name.startswith(("V_DIV_FMAS", "V_BITOP3")) else arguments.replace("l", "")
     if encoding.startswith("VOP3"):
         texts = [operand(instruction[f"src{k}"], 2 if letter == "m" else WIDTH[letter]) for k, letter in enumerate(letters)]
-        for k, written in enumerate(texts):
-            inner = f"|{written}|" if instruction.get("abs") >> k & 1 else written
-            texts[k] = f"-{inner}" if instruction.get("neg") >> k & 1 else inner
-        return texts
-    variant = encoding.endswith(("_SDWA", "_DPP16"))
-    first = instruction["vsrc0"] | 256 if variant else instruction["src0"]
+        return texts if name.startswith("V_BITOP3") else [_signed(instruction, k, written) for k, written in enumerate(texts)]
+    variant = encoding.endswith(("_SDWA", "_DPP16", "_SDWA_SDST"))
+    scalar = [instruction.get(f"s{k}") if variant else 0 for k in range(2)]
+    first = instruction["vsrc0"] & 255 | 256 * (not scalar[0]) if variant else instruction["src0"]
     texts = [operand(first, WIDTH[letters[0]], literal=literal)]
-    if len(letters) > 1:
-        texts.append(operand(instruction["vsrc1"] | 256, WIDTH[letters[1]]))
+    if "vsrc1" in instruction.fields:
+        texts.append(operand(instruction["vsrc1"] & 255 | 256 * (not scalar[1]), WIDTH[letters[1]]))
+    if variant:
+        texts = [_sdwa_signed(instruction, k, written) for k, written in enumerate(texts)]
     return [*texts, "vcc"] if letters.endswith("m") else texts
 
 
-def _has_short_form(name: str) -> bool:
-    """Whether an opcode also exists as VOP1, VOP2 or VOPC: LLVM then marks the long form `_e64`."""
-    short = ("V_CMP_", "V_ADD_U32", "V_SUB_U32", "V_SUBREV_U32", "V_MUL_F32", "V_ADD_F32", "V_SUB_F32", "V_MAX_F32", "V_CNDMASK_B32")
-    return name.startswith(("V_MUL_U32_U24", "V_MUL_I32_I24", *short))
+def _signed(instruction: Instruction, k: int, written: str, *, absolute: str = "abs") -> str:
+    inner = f"|{written}|" if instruction.get(absolute) >> k & 1 else written
+    if not instruction.get("neg") >> k & 1:
+        return inner
+    return f"neg({inner})" if inner[0].isdigit() else f"-{inner}"
+
+
+def _sdwa_signed(instruction: Instruction, k: int, written: str) -> str:
+    inner = f"|{written}|" if instruction.get(f"src{k}_abs") else written
+    inner = f"-{inner}" if instruction.get(f"src{k}_neg") else inner
+    return f"sext({inner})" if instruction.get(f"src{k}_sext") else inner
 
 
 def _modifiers(instruction: Instruction) -> str:
-    get, flags = instruction.get, ""
-    if instruction.name == "V_CVT_PK_FP8_F32" and get("opsel"):
-        flags += " op_sel:[0,0,1]"
+    name, get, flags = instruction.name, instruction.get, ""
+    if name.startswith("V_BITOP3"):
+        return f" bitop3:{get('omod') << 6 | get('abs') << 3 | get('neg'):#x}"
+    if get("opsel"):  # conversions between float32 and float8 choose a half of what they write, or read
+        flags += " op_sel:[1,0,0]" if name.startswith("V_CVT_SCALEF32") else " op_sel:[0,0,1]"
     flags += " clamp" * get("clmp")
     if instruction.encoding.endswith("_DPP16"):
         control = get("dpp")
         if control < 0x100:
             flags += f" quad_perm:[{','.join(str(control >> 2 * k & 3) for k in range(4))}]"
         else:
-            flags += f" {_DPP[control & 0x1F0]}:{control & 15}"
-        flags += f" row_mask:{get('row_mask'):#x} bank_mask:{get('bank_mask'):#x}" + " bound_ctrl:0" * get("bc")
-    if instruction.encoding.endswith("_SDWA"):
-        if not instruction.name.startswith("V_CVT_PK_F32"):
+            flags += f" {_DPP_ALONE[control] if control in _DPP_ALONE else f'{_DPP[control & 0x1F0]}:{control & 15}'}"
+        flags += f" row_mask:{get('row_mask'):#x} bank_mask:{get('bank_mask'):#x}" + " bound_ctrl:1" * get("bc")
+    if "_SDWA" in instruction.encoding:
+        if "dst_sel" in instruction.fields and not name.startswith("V_CVT_PK_F32"):
             flags += f" dst_sel:{_SELECTS[get('dst_sel')]} dst_unused:{_UNUSED[get('dst_unused')]}"
-        flags += f" src0_sel:{_SELECTS[get('src0_sel')]}"
+        flags += "".join(f" src{k}_sel:{_SELECTS[get(f'src{k}_sel')]}" for k in range(2) if f"vsrc{k}" in instruction.fields)
     return flags
 
 
@@ -208,6 +257,7 @@ _FORMATS: dict[str, Callable[[Instruction], str]] = {
     "SOP": _scalar,
     "SMEM": _scalar_load,
     "MUBUF": _buffer,
+    "GLOBAL": _global,
     "DS": _lds,
     "VOP3P_MFMA": _matrix,
     "VOP3P": _packed,

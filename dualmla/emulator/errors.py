@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 
 class EmulatorError(Exception):
-    """Base of every error the emulator raises on purpose."""
+    """Base of every error the emulator raises on purpose.
+
+    `findings` is what the instruments had seen when an error stopped a launch (`findings.Finding`).
+    """
+
+    findings: Sequence[Any] = ()
 
 
 class CodeObjectError(EmulatorError):
@@ -17,3 +25,7 @@ class UnsupportedInstructionError(EmulatorError):
 
 class MemoryFaultError(EmulatorError):
     """An access outside every allocation, misaligned, or past the end of the LDS."""
+
+
+class NotEmulatedError(EmulatorError):
+    """The code can't be run here, for a reason that is known before it is run; nothing was."""

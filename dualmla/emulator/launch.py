@@ -160,7 +160,9 @@ class Device:
                     reset(waves, group, program, block, (x, y, z), arguments)
                     stopped = run(waves, group, records, arena, arithmetic, order, turn)
                     if stopped >= 0:
-                        raise error_of(program, waves[stopped], (x, y, z))
+                        error = error_of(program, waves[stopped], (x, y, z))
+                        error.findings = findings_of(program, group[0])
+                        raise error
         seconds = time.perf_counter() - start
         return Report(program, records["executed"].copy(), findings_of(program, group[0]), seconds)
 

@@ -158,12 +158,28 @@ def issue(wave: Any, ins: Any, slot: Any) -> Any:
         permute(wave, ins, slot)
 
 
+@inlined
+def swizzled(lane: Any, pattern: Any) -> Any:
+    """The lane that DS_SWIZZLE_B32 reads: picked out of the quad by two bits each, or the number within 32 lanes masked (bits
+    0-4 of the pattern), set (5-9) and flipped (10-14)."""
+    if pattern >> 15:
+        return lane & ~3 | pattern >> 2 * (lane & 3) & 3
+    return lane & 32 | (lane & pattern | pattern >> 5) & 31 ^ pattern >> 10
+
+
 @njit
 def permute(wave: Any, ins: Any, slot: Any) -> Any:
-    """DS_BPERMUTE_B32 (op 0): lane l reads lane address/4, 0 from an inactive one. DS_PERMUTE_B32 (op 1): it sends there."""
+    """DS_BPERMUTE_B32 (op 0): lane l reads lane address/4, 0 from an inactive one. DS_PERMUTE_B32 (op 1): it sends there.
+    DS_SWIZZLE_B32 (op 2): it reads the lane the pattern in the offset names; its address operand is the data."""
     mask = wave.lg_mask[slot]
     for lane in range(64):
         wave.lg_data[slot, 0, lane] = 0
+    if ins.op == 2:
+        for lane in range(64):
+            other = swizzled(lane, ins.offset[0])
+            if mask >> other & 1:
+                wave.lg_data[slot, 0, lane] = wave.lg_address[slot, other]
+        return
     for lane in range(64):
         other = (np.int64(wave.lg_address[slot, lane]) + ins.offset[0]) >> 2 & 63
         if ins.op == 0 and mask >> other & 1:

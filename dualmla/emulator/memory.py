@@ -21,12 +21,15 @@ PAGE_BITS = 16
 PAGE = 1 << PAGE_BITS
 SPAN = 64 << 30
 """Bytes of address space from BASE on."""
+FIRST_BYTES = 8 << 20
+"""Room that a memory begins with; the system gives what is touched of it alone."""
 
 OUTSIDE, UNWRITTEN, WRITTEN = 0, 1, 2
 
 
 class Arena(NamedTuple):
-    """What compiled code sees: page number -> place in `data`, the bytes and 32-bit words, and each byte's status."""
+    """What compiled code sees: page number -> 1 + place in `data` in pages (0: not allocated), the bytes and 32-bit words, and
+    each byte's status."""
 
     pages: NDArray[np.int32]
     data: NDArray[np.uint8]
@@ -39,9 +42,9 @@ class Memory:
     """Allocation and host access. All sizes in bytes."""
 
     def __init__(self) -> None:
-        self._pages = np.full(SPAN // PAGE, -1, np.int32)
-        self._data = np.zeros(PAGE, np.uint8)
-        self._status = np.zeros(PAGE, np.uint8)
+        self._pages = np.zeros(SPAN // PAGE, np.int32)
+        self._data = np.zeros(FIRST_BYTES, np.uint8)
+        self._status = np.zeros(FIRST_BYTES, np.uint8)
         self._used = 0
         self._next = BASE + PAGE
 
@@ -58,14 +61,14 @@ class Memory:
         page = (start - BASE) >> PAGE_BITS
         if start % PAGE or page < 0 or page + count > len(self._pages):
             raise MemoryFaultError(f"cannot allocate {nbytes} bytes at {start:#x}")
-        if (self._pages[page : page + count] >= 0).any():
+        if self._pages[page : page + count].any():
             raise MemoryFaultError(f"{start:#x} is allocated already")
         if address is None:
             self._next = start + (count + 1) * PAGE
         first = self._used
         self._grow((first + count) * PAGE)
         self._used += count
-        self._pages[page : page + count] = np.arange(first, first + count)
+        self._pages[page : page + count] = np.arange(first + 1, first + count + 1)
         place = first * PAGE
         self._data[place : place + count * PAGE].view(np.uint32)[:] = state.POISON_MEMORY
         self._status[place : place + nbytes] = UNWRITTEN
@@ -93,9 +96,9 @@ class Memory:
 
     def _place(self, address: int, nbytes: int) -> int:
         page = (address - BASE) >> PAGE_BITS
-        if not 0 <= page < len(self._pages) or self._pages[page] < 0:
+        if not 0 <= page < len(self._pages) or self._pages[page] == 0:
             raise MemoryFaultError(f"{address:#x} is not allocated")
-        place = (int(self._pages[page]) << PAGE_BITS) + (address - BASE) % PAGE
+        place = ((int(self._pages[page]) - 1) << PAGE_BITS) + (address - BASE) % PAGE
         if nbytes and (self._status[place : place + nbytes] == OUTSIDE).any():
             raise MemoryFaultError(f"{address:#x} .. {address + nbytes:#x} is not all allocated")
         return place
@@ -113,10 +116,10 @@ def locate(arena: Any, wave: Any, address: Any) -> Any:
     """Place of `address` in the arena's data, or -1 with the wave's error set."""
     offset = address - BASE
     page = offset >> PAGE_BITS
-    if page < 0 or page >= arena.pages.size or arena.pages[page] < 0:
+    if page < 0 or page >= arena.pages.size or arena.pages[page] == 0:
         wave.error, wave.error_address = state.E_OUTSIDE, address
         return -1
-    return (np.int64(arena.pages[page]) << PAGE_BITS) | (offset & (PAGE - 1))
+    return (np.int64(arena.pages[page]) - 1) << PAGE_BITS | (offset & (PAGE - 1))
 
 
 @njit
@@ -184,9 +187,9 @@ def load_words(arena: Any, address: Any, count: Any, rows: Any, lane: Any) -> An
     nothing done, if it is not that case."""
     offset = address - BASE
     page = offset >> PAGE_BITS
-    if address & 3 or page < 0 or page >= arena.pages.size or (offset & (PAGE - 1)) + 4 * count > PAGE or arena.pages[page] < 0:
+    if address & 3 or page < 0 or page >= arena.pages.size or (offset & (PAGE - 1)) + 4 * count > PAGE or arena.pages[page] == 0:
         return False
-    word = ((np.int64(arena.pages[page]) << PAGE_BITS) | (offset & (PAGE - 1))) >> 2
+    word = ((np.int64(arena.pages[page]) - 1) << PAGE_BITS | (offset & (PAGE - 1))) >> 2
     for k in range(count):
         if arena.status_words[word + k] != 0x02020202:
             return False

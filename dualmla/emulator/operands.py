@@ -91,8 +91,9 @@ class Encoder:
         for field in ("src", "literal", "form", "registers"):
             self.record[field][j], self.record[field][k] = self.record[field][k], self.record[field][j]
 
-    def vector_modifiers(self, *, is_float: bool, half_result: bool, saturates: bool = False) -> None:
-        """Sign, clamp, SDWA and DPP modifiers of a VOP1, VOP2, VOPC or VOP3 instruction. `saturates`: what is executed clamps."""
+    def vector_modifiers(self, *, is_float: bool, half_result: bool = False, half_source: bool = False, saturates: bool = False) -> None:
+        """Sign, clamp, SDWA and DPP modifiers of a VOP1, VOP2, VOPC or VOP3 instruction. `half_result` and `half_source`: operand
+        selects choose the half that is written, or read of source 0. `saturates`: what is executed clamps."""
         get, name = self.instruction.get, self.instruction.name
         if name.startswith("V_BITOP3"):  # its truth table sits where the modifiers do
             if get("opsel"):
@@ -108,11 +109,13 @@ class Encoder:
             raise RefusedError("sign modifiers on an integer instruction")
         if get("clmp") and not is_float and not saturates:
             raise RefusedError("clamp on an integer instruction is not supported")
-        if get("opsel") & ~(8 if half_result else 0):
+        if get("opsel") & ~(8 * half_result | half_source):
             raise RefusedError(f"operand selects {get('opsel'):#x} are not supported")
         self.set(negate=negate, absolute=absolute, clamp=get("clmp") and is_float)
         if half_result:
             self.set(dst_select=5 if get("opsel") & 8 else 4, dst_keep=1)
+        if half_source:
+            self.record["select"][0] = 5 if get("opsel") & 1 else 4
         encoding = self.instruction.encoding
         if encoding.endswith(("_SDWA", "_SDWA_SDST")):
             self._sdwa()

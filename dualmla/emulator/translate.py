@@ -37,8 +37,12 @@ _NOTHING += ("S_DECPERFLEVEL", "BUFFER_WBL2", "BUFFER_INV", "BUFFER_GL0_INV")
 _CONDITIONS = {"SCC0": 0, "SCC1": 1, "VCCZ": 2, "VCCNZ": 3, "EXECZ": 4, "EXECNZ": 5}
 BRANCH_ALWAYS = 6
 SWAP_16, SWAP_32 = 16, 32
+ONE = 242
+"""Operand code of 1.0."""
 READ_FIRST_LANE, READ_LANE, WRITE_LANE = range(3)
 _HALF_RESULTS = ("V_CVT_PK_FP8_F32",)
+_MIXED = ("V_MAD_MIXLO_F16", "V_MAD_MIXHI_F16")
+_SCALED = ("V_CVT_SCALEF32_PK_BF16_FP8", "V_CVT_SCALEF32_PK_F32_FP8")
 _PACKED = ("V_PK_MOV_B32", "V_PK_ADD_F32", "V_PK_MUL_F32", "V_PK_FMA_F32")
 _SATURATING = ("V_ADD_U32", "V_SUB_U32")
 """Integer instructions whose clamp has semantics of its own, under the name with `.clamp`."""
@@ -214,7 +218,11 @@ def _encode_vector(encoder: Encoder) -> None:
             encoder.source(k, operands[k], wide=letter in "qd", double=letter == "d", accumulator=name == "V_ACCVGPR_MOV_B32")
     if name == "V_FMAMK_F32":  # a * K + b
         encoder.swap(1, 2)
-    encoder.vector_modifiers(is_float=letters[0] in "fd", half_result=name in _HALF_RESULTS, saturates=saturates)
+    encoder.vector_modifiers(
+        is_float=letters[0] in "fd", half_result=name in _HALF_RESULTS, half_source=name in _SCALED, saturates=saturates
+    )
+    if name in _SCALED and operands[1] != ONE:
+        raise RefusedError("a scale other than the constant 1.0 is not supported")
     _vector_results(encoder, semantics.results)
 
 
@@ -272,6 +280,9 @@ def _encode_packed(encoder: Encoder) -> None:
         encoder.source(0, instruction["src0"], accumulator=name == "V_ACCVGPR_READ")
         _vector_results(encoder, "u")
         return
+    if name in _MIXED:
+        _encode_mixed(encoder)
+        return
     semantics = VECTOR.get(name) if name in _PACKED else None
     if semantics is None:
         raise RefusedError("not supported")
@@ -284,6 +295,20 @@ def _encode_packed(encoder: Encoder) -> None:
     encoder.set(high=instruction["opsel"] | upper << 4, dst=instruction["vdst"] - 256, dst_width=2)
     if name != "V_PK_MOV_B32":
         encoder.set(passes=2, dst_width=1, negate=instruction["neg"], negate_high=instruction["neg_hi"])
+
+
+def _encode_mixed(encoder: Encoder) -> None:
+    """float32 in, one half of a register out; neg_hi says which operands are taken without their sign."""
+    instruction = encoder.instruction
+    if instruction["opsel"] or instruction["opsel_hi"] or instruction["opsel_hi2"]:
+        raise RefusedError("operands of 16 bits are not supported")
+    if instruction["clmp"]:
+        raise RefusedError("clamp is not supported on mixed-precision instructions")
+    encoder.kind(state.VECTOR, op=VECTOR[instruction.name].number)
+    for k in range(3):
+        encoder.source(k, instruction[f"src{k}"])
+    encoder.set(negate=instruction["neg"], absolute=instruction["neg_hi"])
+    encoder.set(dst=instruction["vdst"] - 256, dst_select=4 if "LO" in instruction.name else 5, dst_keep=1)
 
 
 _FORMATS: dict[str, Callable[[Encoder], None]] = {

@@ -13,6 +13,7 @@ _LDS_SIZES = {"B8": (1, 1, 0), "U8": (1, 1, 0), "I8": (1, 1, 1), "B16": (1, 2, 0
 _LDS_SIZES |= {"B32": (1, 4, 0), "B64": (2, 4, 0), "B96": (3, 4, 0), "B128": (4, 4, 0)}
 """Element count, bytes an element, signedness."""
 
+SWIZZLE = 2
 TRANSPOSE_16, TRANSPOSE_8 = 4, 8
 """Elements of a 64-bit lane chunk in a transposing LDS read."""
 
@@ -111,6 +112,11 @@ def encode_lds(encoder: Encoder) -> None:
     if name in ("DS_BPERMUTE_B32", "DS_PERMUTE_B32"):
         encoder.kind(state.LDS_PERMUTE, op=int(name == "DS_PERMUTE_B32"))
         encoder.source(1, instruction["data0"], accumulator=accumulator)
+        return
+    if name == "DS_SWIZZLE_B32":
+        if offset >> 15 and offset >> 8 != 0x80:
+            raise RefusedError(f"swizzle {offset:#x} is not supported: neither a bit mask nor a permutation of four lanes")
+        encoder.kind(state.LDS_PERMUTE, op=SWIZZLE)
         return
     if name in ("DS_READ_B64_TR_B16", "DS_READ_B64_TR_B8"):
         encoder.kind(state.LDS_TRANSPOSE, op=TRANSPOSE_16 if name.endswith("B16") else TRANSPOSE_8)

@@ -286,6 +286,17 @@ def pack_bfloat(a: Any, b: Any) -> Any:
     return encode(a, BF16) | encode(b, BF16) << 16
 
 
+@vector("f f -> u", "V_CVT_PK_F16_F32")
+def pack_half(a: Any, b: Any) -> Any:
+    return encode(a, F16) | encode(b, F16) << 16
+
+
+@vector("f f f -> u", "V_MAD_MIXLO_F16", "V_MAD_MIXHI_F16")
+def fma_to_half(a: Any, b: Any, c: Any) -> Any:
+    """LLVM's v_fma_mixlo_f16 and v_fma_mixhi_f16: the float32 result, rounded again for one half of the destination."""
+    return encode(fma(a, b, c), F16)
+
+
 @vector("f f -> u", "V_CVT_PK_FP8_F32.gfx942")
 def pack_e4m3fnuz(a: Any, b: Any) -> Any:
     return encode(a, E4M3FNUZ) | encode(b, E4M3FNUZ) << 8
@@ -323,4 +334,14 @@ def unpack_e4m3fnuz(a: Any) -> Any:
 
 @vector("u -> q", "V_CVT_PK_F32_FP8.gfx950")
 def unpack_e4m3fn(a: Any) -> Any:
+    return bits(decode(a & 255, E4M3FN)) | bits(decode(a >> 8 & 255, E4M3FN)) << 32
+
+
+@vector("u u -> u", "V_CVT_SCALEF32_PK_BF16_FP8")
+def unpack_e4m3fn_to_bfloat(a: Any, _scale: Any) -> Any:
+    return encode(decode(a & 255, E4M3FN), BF16) | encode(decode(a >> 8 & 255, E4M3FN), BF16) << 16
+
+
+@vector("u u -> q", "V_CVT_SCALEF32_PK_F32_FP8")
+def unpack_e4m3fn_scaled(a: Any, _scale: Any) -> Any:
     return bits(decode(a & 255, E4M3FN)) | bits(decode(a >> 8 & 255, E4M3FN)) << 32

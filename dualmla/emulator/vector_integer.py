@@ -146,6 +146,12 @@ def shift_left(a: Any, b: Any) -> Any:
     return b << (a & 31)
 
 
+@vector("u u -> u", "V_LSHLREV_B16")
+def shift_left_16(a: Any, b: Any) -> Any:
+    """The upper half becomes 0, which LLVM relies on from GFX8 to GFX9 (`zeroesHigh16BitsOfDest`)."""
+    return (b << (a & 15)) & 0xFFFF
+
+
 @vector("u u -> u", "V_LSHRREV_B32")
 def shift_right(a: Any, b: Any) -> Any:
     return b >> (a & 31)
@@ -363,6 +369,11 @@ def picked_byte(a: Any, b: Any, code: Any) -> Any:
 def permute_bytes(a: Any, b: Any, select: Any) -> Any:
     low = picked_byte(a, b, select & 255) | picked_byte(a, b, select >> 8 & 255) << 8
     return low | picked_byte(a, b, select >> 16 & 255) << 16 | picked_byte(a, b, select >> 24) << 24
+
+
+@vector("u u -> u", "V_PACK_B32_F16")
+def pack_words(a: Any, b: Any) -> Any:
+    return a & 0xFFFF | (b & 0xFFFF) << 16
 
 
 @vector("u u u -> u", "V_ALIGNBIT_B32")

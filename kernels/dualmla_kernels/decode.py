@@ -10,7 +10,7 @@ of one matrix product. For BM such rows and the keys t of a tile of BN:
 and at the end out = acc / l * k_scale, lse = (m + log2 l) ln 2. A row that has seen no key keeps m = -inf, l = 0: 0 and -inf.
 
 Programs walk the pieces of a split plan (plan.py). A request in one piece is written directly; the pieces of a split one
-are left in fp32 as out and base-2 lse, and `combine` weighs them by 2^(lse - max lse).
+are left in fp32 as out and base-2 lse, and `combine` weighs them by 2^(lse - max lse). It also writes the padding.
 
 Shapes: T tokens, H heads, D = kv_lora_rank, R = qk_rope_head_dim.
     q [T, H, D + R], kv_cache [num_pages, PAGE, D + R], block_table int32 [num_reqs, max_pages], seq_lens int32 [num_reqs],
@@ -21,19 +21,22 @@ The last dimension is dense everywhere, other strides are arguments; offsets are
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dualmla_kernels.launch import cdiv, launch, next_power_of_2
+from dualmla_kernels.launch import HAS_GLUON, cdiv, launch, next_power_of_2
 from dualmla_kernels.numerics import LN2, LOG2E, cast, dot
 from dualmla_kernels.plan import PlanShape, SplitPlan, balanced_plan, fixed_plan
 from dualmla_kernels.target import Target, target_of
 
-SLACK = tl.constexpr(8.0)  # growth of a maximum, as a power of two, that a lazy rescale lets pass
+FAR = tl.constexpr(2.0**64)  # sum of weights, relative to a maximum, above which that maximum is no good
 
 
 @triton.jit
@@ -45,12 +48,12 @@ def _page_ids(pages, t, on, seq_len, PAGE: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def _attend_tile(
-    t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, c, limit, seq_len,
+def _scores(
+    t, ids, q, q_rope, kv_ptr, page_stride, limit, seq_len,
     D: tl.constexpr, R: tl.constexpr, R_PADDED: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    SLICES: tl.constexpr, MASKED: tl.constexpr, LAZY: tl.constexpr, EXACT: tl.constexpr,
+    SLICES: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Tile t into (m, l, acc). MASKED: some row does not see all of its keys."""
+    """Products [BM, BN] of the rows with the keys of tile t, and the keys' latent slices. MASKED: some row does not see all."""
     DS: tl.constexpr = D // SLICES
     dtype: tl.constexpr = q_rope.dtype
     on, od, orope = tl.arange(0, BN), tl.arange(0, DS), tl.arange(0, R_PADDED)
@@ -76,31 +79,76 @@ def _attend_tile(
     s = dot(q_rope, tl.trans(k_rope), s, EXACT)
     if MASKED:
         s = tl.where((t * BN + on)[None, :] < limit[:, None], s, float("-inf"))
-    top = tl.max(s, 1) * c
-    if LAZY:
-        m_new = tl.where(top > m + SLACK, top, m)
-        if tl.max((m_new > m).to(tl.int32), 0) > 0:
-            l, acc = _rescale(m, m_new, l, acc, SLICES, MASKED)
-    else:
-        m_new = tl.maximum(m, top)
-        l, acc = _rescale(m, m_new, l, acc, SLICES, MASKED)
-    p = tl.exp2(s * c - _finite(m_new, MASKED)[:, None])
-    l += tl.sum(p, 1)
-    p = cast(p, dtype, EXACT)
-    next_acc = ()
-    for i in tl.static_range(SLICES):
-        next_acc += (dot(p, k[i], acc[i], EXACT),)
-    return m_new, l, next_acc
+    return s, k
 
 
 @triton.jit
-def _rescale(m, m_new, l, acc, SLICES: tl.constexpr, MASKED: tl.constexpr):
-    """`l` and `acc`, relative to 2^m, relative to 2^m_new."""
-    a = tl.exp2(m - _finite(m_new, MASKED))
+def _add_values(p, k, acc, SLICES: tl.constexpr, EXACT: tl.constexpr):
+    """Values `k`, weighted by `p` [BM, BN], into the accumulator."""
+    p = cast(p, k[0].dtype, EXACT)
+    next_acc = ()
+    for i in tl.static_range(SLICES):
+        next_acc += (dot(p, k[i], acc[i], EXACT),)
+    return next_acc
+
+
+@triton.jit
+def _attend_tile(
+    t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, c, limit, seq_len,
+    D: tl.constexpr, R: tl.constexpr, R_PADDED: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    SLICES: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Tile t into (m, l, acc)."""
+    s, k = _scores(t, ids, q, q_rope, kv_ptr, page_stride, limit, seq_len,
+                   D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, MASKED, EXACT)  # fmt: skip
+    m_new = tl.maximum(m, tl.max(s, 1) * c)
+    shift = _finite(m_new, MASKED)
+    p, a = tl.exp2(s * c - shift[:, None]), tl.exp2(m - shift)
+    return m_new, l * a + tl.sum(p, 1), _add_values(p, k, _scaled(acc, a, SLICES), SLICES, EXACT)
+
+
+@triton.jit
+def _attend_piece(
+    first, end, least, q, q_rope, m, l, acc, pages, kv_ptr, page_stride, c, limit, seq_len,
+    D: tl.constexpr, R: tl.constexpr, R_PADDED: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    SLICES: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Tiles `first` to `end` of a piece into (m, l, acc), all with the maximum that the last ones have.
+
+    Softmax is as exact with any m that lets nothing overflow, and none of the numbers here, bf16 weights included, does
+    before 2^127. So no tile waits for a maximum over its lanes, and nothing but products touches the accumulator in the
+    loop. A score far above m shows in the row's sum. Last result: 1 where one is above FAR, and the others are worth nothing.
+
+    The last tiles come first. Every live row that sees a key sees key `least - 1` or, in a piece that ends earlier, all keys.
+    """
+    on = tl.arange(0, BN)
+    whole = tl.maximum(tl.minimum(end - 1, tl.maximum(least - 1, 0) // BN), first)
+    for t in tl.range(whole, end, num_stages=STAGES):
+        ids = _page_ids(pages, t, on, seq_len, PAGE, BN)
+        m, l, acc = _attend_tile(t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, c, limit, seq_len,
+                                 D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, True, EXACT)  # fmt: skip
+    sums = tl.zeros([BM, BN], tl.float32)
+    # page ids are read a tile early: a load that waits for another load can't be pipelined as deep
+    ids = _page_ids(pages, first, on, seq_len, PAGE, BN)
+    for t in tl.range(first, whole, num_stages=STAGES):
+        next_ids = _page_ids(pages, t + 1, on, seq_len, PAGE, BN)
+        s, k = _scores(t, ids, q, q_rope, kv_ptr, page_stride, limit, seq_len,
+                       D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, False, EXACT)  # fmt: skip
+        p = tl.exp2(s * c - m[:, None])
+        sums += p
+        acc = _add_values(p, k, acc, SLICES, EXACT)
+        ids = next_ids
+    l += tl.sum(sums, 1)
+    return m, l, acc, tl.max((l > FAR).to(tl.int32), 0)
+
+
+@triton.jit
+def _scaled(acc, a, SLICES: tl.constexpr):
+    """Each slice of the accumulator, its rows times `a` [BM]."""
     scaled = ()
     for i in tl.static_range(SLICES):
         scaled += (acc[i] * a[:, None],)
-    return l * a, scaled
+    return scaled
 
 
 @triton.jit
@@ -109,23 +157,51 @@ def _finite(m, MASKED: tl.constexpr):
     return tl.where(m == float("-inf"), 0.0, m) if MASKED else m
 
 
+@triton.jit
+def _write_piece(
+    m, l, acc, slot, row, token, head, rows, written, k_scale,
+    out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, out_token_stride, out_head_stride, lse_head_stride, lse_token_stride,
+    D: tl.constexpr, SLICES: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """The result of a piece, for the rows `written` [BM]: `token` and `head` of each in the batch, `row` of `rows` in a slot."""
+    od = tl.arange(0, D // SLICES)
+    seen = l != 0.0  # a NaN among the live numbers is seen
+    weight = k_scale / tl.where(seen, l, 1.0)
+    row_lse = tl.where(seen, m + tl.log2(tl.where(seen, l, 1.0)), float("-inf"))
+    if slot < 0:
+        out_row = out_ptr + token.to(tl.int64) * out_token_stride + head.to(tl.int64) * out_head_stride
+        for i in tl.static_range(SLICES):
+            result = cast(acc[i] * weight[:, None], out_ptr.dtype.element_ty, EXACT)
+            tl.store(out_row[:, None] + (i * (D // SLICES) + od)[None, :], result, mask=written[:, None])
+        if lse_ptr is not None:
+            tl.store(lse_ptr + head.to(tl.int64) * lse_head_stride + token * lse_token_stride, row_lse * LN2, mask=written)
+    else:
+        partial = slot.to(tl.int64) * rows + row
+        partial_row = partial_out_ptr + partial[:, None] * D
+        for i in tl.static_range(SLICES):
+            tl.store(partial_row + (i * (D // SLICES) + od)[None, :], acc[i] * weight[:, None], mask=written[:, None])
+        tl.store(partial_lse_ptr + partial, row_lse, mask=written)
+
+
 # what changes from batch to batch is no reason to compile again
-@triton.jit(do_not_specialize=["num_reqs", "num_tokens", "table_stride"])
+@triton.jit(do_not_specialize=["table_stride"])
 def _decode(
     q_ptr, kv_ptr, block_table_ptr, seq_lens_ptr, qo_indptr_ptr, pieces_of_part_ptr, pieces_ptr,
     out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, k_scale_ptr,
-    softmax_scale, k_scale, num_reqs, num_tokens, table_stride,
+    softmax_scale, k_scale, table_stride,
     q_token_stride, q_head_stride, page_stride, out_token_stride, out_head_stride, lse_head_stride, lse_token_stride,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, R_PADDED: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr, CAUSAL: tl.constexpr,
-    TILE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr, LAZY: tl.constexpr,
-    EXACT: tl.constexpr,
+    TILE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr,
+    LAZY: tl.constexpr, PDL: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Program (group, part): the pieces of `part` for rows `group * BM` on of each request.
 
     Groups come first, so that programs that read the same keys run at the same time.
     """
+    if PDL:
+        gdc_launch_dependents()  # the combine may be made ready from now on: it waits for the end of this kernel by itself
     group, part = tl.program_id(0), tl.program_id(1)
-    groups, parts = tl.num_programs(0), tl.num_programs(1)
+    groups = tl.num_programs(0)
     if k_scale_ptr is not None:
         k_scale *= tl.load(k_scale_ptr)
     c = softmax_scale * k_scale * LOG2E
@@ -166,67 +242,75 @@ def _decode(
         l = tl.zeros([BM], tl.float32)
         pages = block_table_ptr + request.to(tl.int64) * table_stride
 
-        # page ids are read a tile early: a load that waits for another load can't be pipelined as deep
-        ids = _page_ids(pages, first_tile, on, seq_len, PAGE, BN)
-        whole = tl.minimum(end_tile, tl.maximum(least, 0) // BN)
-        for t in tl.range(first_tile, whole, num_stages=STAGES):
-            next_ids = _page_ids(pages, t + 1, on, seq_len, PAGE, BN)
-            m, l, acc = _attend_tile(t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, c, limit, seq_len,
-                                     D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, False, LAZY, EXACT)  # fmt: skip
-            ids = next_ids
-        for t in tl.range(tl.maximum(first_tile, whole), end_tile, num_stages=STAGES):
-            ids = _page_ids(pages, t, on, seq_len, PAGE, BN)
-            m, l, acc = _attend_tile(t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, c, limit, seq_len,
-                                     D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, True, LAZY, EXACT)  # fmt: skip
-
-        seen = l != 0.0  # a NaN among the live numbers is seen
-        weight = k_scale / tl.where(seen, l, 1.0)
-        row_lse = tl.where(seen, m + tl.log2(tl.where(seen, l, 1.0)), float("-inf"))
-        if slot < 0:
-            out_row = out_ptr + (first_token + token).to(tl.int64) * out_token_stride + head.to(tl.int64) * out_head_stride
-            for i in tl.static_range(SLICES):
-                result = cast(acc[i] * weight[:, None], out_ptr.dtype.element_ty, EXACT)
-                tl.store(out_row[:, None] + (i * (D // SLICES) + od)[None, :], result, mask=live[:, None])
-            if lse_ptr is not None:
-                tl.store(lse_ptr + head.to(tl.int64) * lse_head_stride + (first_token + token) * lse_token_stride, row_lse * LN2, mask=live)
+        if LAZY:
+            m, l, acc, far = _attend_piece(first_tile, end_tile, least, q, q_rope, m, l, acc, pages, kv_ptr, page_stride, c, limit, seq_len,
+                                           D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, STAGES, EXACT)  # fmt: skip
+            _write_piece(m, l, acc, slot, row, first_token + token, head, groups * BM, tl.where(far > 0, 0, live) != 0, k_scale,
+                         out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, out_token_stride, out_head_stride,
+                         lse_head_stride, lse_token_stride, D, SLICES, EXACT)  # fmt: skip
+            if far > 0:
+                m = tl.full([BM], float("-inf"), tl.float32)
+                l = tl.zeros([BM], tl.float32)
+                acc = ()
+                for _ in tl.static_range(SLICES):
+                    acc += (tl.zeros([BM, D // SLICES], tl.float32),)
+                for t in tl.range(first_tile, end_tile, num_stages=STAGES):
+                    ids = _page_ids(pages, t, on, seq_len, PAGE, BN)
+                    m, l, acc = _attend_tile(t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, c, limit, seq_len,
+                                             D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, True, EXACT)  # fmt: skip
+                _write_piece(m, l, acc, slot, row, first_token + token, head, groups * BM, live, k_scale,
+                             out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, out_token_stride, out_head_stride,
+                             lse_head_stride, lse_token_stride, D, SLICES, EXACT)  # fmt: skip
         else:
-            partial = slot.to(tl.int64) * (groups * BM) + row
-            partial_row = partial_out_ptr + partial[:, None] * D
-            for i in tl.static_range(SLICES):
-                tl.store(partial_row + (i * (D // SLICES) + od)[None, :], acc[i] * weight[:, None], mask=live[:, None])
-            tl.store(partial_lse_ptr + partial, row_lse, mask=live)
-
-    # tokens that no request owns are padding: every row is written
-    end_token = tl.load(qo_indptr_ptr + num_reqs)
-    padding_rows = (num_tokens - end_token) * H
-    for first_pad in tl.range((part * groups + group) * BM, padding_rows, parts * groups * BM, num_stages=1):
-        pad = first_pad + tl.arange(0, BM)
-        pad_token, pad_head = (end_token + pad // H).to(tl.int64), (pad % H).to(tl.int64)
-        is_padding = pad < padding_rows
-        pad_row = out_ptr + pad_token * out_token_stride + pad_head * out_head_stride
-        for i in tl.static_range(SLICES):
-            zero = tl.zeros([BM, D // SLICES], out_ptr.dtype.element_ty)
-            tl.store(pad_row[:, None] + (i * (D // SLICES) + od)[None, :], zero, mask=is_padding[:, None])
-        if lse_ptr is not None:
-            nothing = tl.full([BM], float("-inf"), tl.float32)
-            tl.store(lse_ptr + pad_head * lse_head_stride + pad_token * lse_token_stride, nothing, mask=is_padding)
+            # page ids are read a tile early: a load that waits for another load can't be pipelined as deep
+            # the first, where it is one, without waiting for the length: it is live wherever there is a tile
+            ids = tl.load(pages + first_tile * BN // PAGE) if PAGE % BN == 0 else _page_ids(pages, first_tile, on, seq_len, PAGE, BN)
+            whole = tl.minimum(end_tile, tl.maximum(least, 0) // BN)
+            for t in tl.range(first_tile, whole, num_stages=STAGES):
+                next_ids = _page_ids(pages, t + 1, on, seq_len, PAGE, BN)
+                m, l, acc = _attend_tile(t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, c, limit, seq_len,
+                                         D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, False, EXACT)  # fmt: skip
+                ids = next_ids
+            first_masked = tl.maximum(first_tile, whole)
+            if first_masked < end_tile:  # starting a pipeline takes its time even for no tile
+                for t in tl.range(first_masked, end_tile, num_stages=STAGES):
+                    ids = _page_ids(pages, t, on, seq_len, PAGE, BN)
+                    m, l, acc = _attend_tile(t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, c, limit, seq_len,
+                                             D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, True, EXACT)  # fmt: skip
+            _write_piece(m, l, acc, slot, row, first_token + token, head, groups * BM, live, k_scale,
+                         out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, out_token_stride, out_head_stride,
+                         lse_head_stride, lse_token_stride, D, SLICES, EXACT)  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
 def _combine(
-    partial_out_ptr, partial_lse_ptr, splits_ptr, qo_indptr_ptr, out_ptr, lse_ptr, rows,
+    partial_out_ptr, partial_lse_ptr, splits_ptr, qo_indptr_ptr, out_ptr, lse_ptr, rows, num_reqs, num_tokens,
     out_token_stride, out_head_stride, lse_head_stride, lse_token_stride,
-    H: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr, EXACT: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, split request, columns): the weighted sum of the request's pieces, BS at a time."""
+    """Program (row, split request, columns): the weighted sum of the request's pieces, BS at a time.
+
+    And what no request owns: padding tokens, shared out to all programs, are 0 and -inf.
+    """
     row, split, column = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    od, piece = column * BD + tl.arange(0, BD), tl.arange(0, BS)
+    end_token = tl.load(qo_indptr_ptr + num_reqs)
     request = tl.load(splits_ptr + 3 * split)
+    for pad in tl.range(split * tl.num_programs(0) + row, (num_tokens - end_token) * H, tl.num_programs(0) * tl.num_programs(1)):
+        pad_token, pad_head = end_token.to(tl.int64) + pad // H, tl.cast(pad % H, tl.int64)
+        tl.store(out_ptr + pad_token * out_token_stride + pad_head * out_head_stride + od, tl.zeros([BD], out_ptr.dtype.element_ty))
+        if lse_ptr is not None and column == 0:
+            tl.store(lse_ptr + pad_head * lse_head_stride + pad_token * lse_token_stride, float("-inf"))
+    if PDL:  # noqa: SIM102 - known to the compiler
+        # The plan is older than the decode and is read before it has ended. The first program waits even for nothing: if
+        # none did, this kernel, and with it what the stream runs next, could be ahead of the decode.
+        if (request >= 0) | (row + split + column == 0):
+            gdc_wait()
     if request >= 0:
         first_token = tl.load(qo_indptr_ptr + request)
         token, head = first_token + row // H, row % H
         if token < tl.load(qo_indptr_ptr + request + 1):
             first, end = tl.load(splits_ptr + 3 * split + 1), tl.load(splits_ptr + 3 * split + 2)
-            od, piece = column * BD + tl.arange(0, BD), tl.arange(0, BS)
             m = float("-inf")
             for s in tl.range(first, end, BS):
                 slot = s + piece.to(tl.int64)
@@ -258,9 +342,10 @@ class DecodeConfig:
         block_n: keys a tile.
         slices: the latent row is held in as many slices of columns.
         stages: tiles of keys under way.
-        lazy: whether the accumulator is rescaled only when a maximum has grown by 2^SLACK.
+        lazy: whether a piece is done with the maximum of its last tiles alone (`_attend_piece`); fp16 weights would overflow.
         programs: for the whole device.
         warps: of a program; waves of 64 lanes on AMD.
+        pairs: whether `decode_hopper` does it, two tiles at a time, where it can.
         options: of the compiler for AMD.
     """
 
@@ -271,7 +356,13 @@ class DecodeConfig:
     lazy: bool
     programs: int
     warps: int
+    pairs: bool = False
     options: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def tile(self) -> int:
+        """Keys that a plan never cuts."""
+        return 2 * self.block_n if self.pairs else self.block_n
 
 
 def decode_config(rows: int, dtype: torch.dtype, device: torch.device, float8: bool = False) -> DecodeConfig:
@@ -281,38 +372,43 @@ def decode_config(rows: int, dtype: torch.dtype, device: torch.device, float8: b
         dtype: of the queries.
         float8: whether the cache is. A plan doesn't ask: keys a tile divide those without float8, all else it goes by is the same.
     """
-    target = target_of(device)
-    wide = rows > 16
+    return _config(rows > 16, dtype, target_of(device), float8)
+
+
+@functools.cache
+def _config(wide: bool, dtype: torch.dtype, target: Target, float8: bool) -> DecodeConfig:
     if target.platform == "cpu":
         # four programs, so that split rows are met in small tests too; the two sizes show both ways to rescale, float8 smaller tiles
         block_n = 32 if float8 else 64
-        return DecodeConfig(64 if wide else 16, block_n, slices=2 if wide else 1, stages=1, lazy=wide, programs=4, warps=1)
+        lazy = wide and dtype != torch.float16
+        return DecodeConfig(64 if wide else 16, block_n, slices=2 if wide else 1, stages=1, lazy=lazy, programs=4, warps=1)
     if target.platform == "hip":
         return _amd_config(wide, dtype, target, float8)
     if dtype == torch.float32:
         return DecodeConfig(16, 32, slices=1, stages=2, lazy=False, programs=target.processors, warps=4)
     if wide:
-        return DecodeConfig(64, 64, slices=1, stages=2, lazy=False, programs=target.processors, warps=8)
-    return DecodeConfig(16, 64, slices=1, stages=3, lazy=False, programs=target.processors, warps=8)
+        return DecodeConfig(64, 64, slices=1, stages=2, lazy=False, programs=target.processors, warps=8, pairs=target.arch == "sm_90")
+    return DecodeConfig(16, 64, slices=8, stages=3, lazy=False, programs=target.processors, warps=4)
 
 
 def _amd_config(wide: bool, dtype: torch.dtype, target: Target, float8: bool) -> DecodeConfig:
     """For CDNA. A lane has 512 registers, vector and accumulation ones together, and everything here is about fitting into them.
 
     Slices of 128 columns, one tile at a time and 16 x 16 products keep what is in flight small. Two tiles at a time would
-    make gfx942, which can't read LDS transposed, fetch values by two bytes. A lazy rescale saves a tenth of all
-    instructions, but not the registers of a conversion from float8.
+    make gfx942, which can't read LDS transposed, fetch values by two bytes.
     """
-    # kpack: two steps of a product are read from LDS at once. CDNA4 has products of twice the depth instead
-    options = {"matrix_instr_nonkdim": 16, "kpack": 1 if target.arch == "gfx950" or dtype == torch.float32 else 2}
+    lazy, programs = dtype != torch.float16, target.processors
+    # kpack: two steps of a product are read from LDS at once, which Triton 3.6 has no registers for beside 64 rows. CDNA4 has
+    # products of twice the depth instead. With one wave to a SIMD the compiler may use all registers, which it does not always know
+    two_steps = target.arch != "gfx950" and dtype != torch.float32 and not wide
+    options = {"matrix_instr_nonkdim": 16, "kpack": 2 if two_steps else 1, "waves_per_eu": 1}
     if dtype == torch.float32:
-        return DecodeConfig(16, 16, slices=4, stages=1, lazy=True, programs=target.processors, warps=4, options=options)
+        return DecodeConfig(16, 16, slices=4, stages=1, lazy=lazy, programs=programs, warps=4, options=options)
     if wide:
-        block_n = 16 if float8 else 32
-        return DecodeConfig(64, block_n, slices=4, stages=1, lazy=not float8, programs=target.processors, warps=4, options=options)
+        return DecodeConfig(64, 16 if float8 else 32, slices=4, stages=1, lazy=lazy, programs=programs, warps=4, options=options)
     # A wave alone multiplies nothing twice and waits for nobody. Each has a SIMD to itself: four of them keep a compute unit's
     # memory busy while one waits, and each has its own share of the plan.
-    return DecodeConfig(16, 16, slices=4, stages=1, lazy=not float8, programs=4 * target.processors, warps=1, options=options)
+    return DecodeConfig(16, 16, slices=4, stages=1, lazy=lazy, programs=4 * programs, warps=1, options=options)
 
 
 def plan_decode(
@@ -327,14 +423,14 @@ def plan_decode(
     """
     if num_kv_splits is not None:
         config = decode_config(_config_rows(num_heads, max_query_len, num_kv_splits), dtype, seq_lens.device)
-        return fixed_plan(seq_lens, splits=num_kv_splits, tile=config.block_n)
+        return fixed_plan(seq_lens, splits=num_kv_splits, tile=config.tile)
     return balanced_plan(seq_lens, plan_shape(num_heads, max_query_len, dtype, seq_lens.device))
 
 
 def plan_shape(num_heads: int, max_query_len: int, dtype: torch.dtype, device: torch.device) -> PlanShape:
     """What a balanced plan for these decodes is made for: host numbers alone, so that a captured launch stays right."""
     config = decode_config(_config_rows(num_heads, max_query_len, None), dtype, device)
-    return PlanShape(parts=max(config.programs // _groups(num_heads, max_query_len, config), 1), tile=config.block_n)
+    return PlanShape(parts=max(config.programs // _groups(num_heads, max_query_len, config), 1), tile=config.tile)
 
 
 def scratch_bytes(num_heads: int, max_query_len: int, num_reqs: int, kv_lora_rank: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -355,6 +451,28 @@ def _groups(num_heads: int, max_query_len: int, config: DecodeConfig) -> int:
 def _config_rows(num_heads: int, max_query_len: int, num_kv_splits: int | None) -> int:
     """Rows that the configuration is chosen by. A fixed split promises a row the same bits whatever else is in the batch."""
     return num_heads * (max_query_len if num_kv_splits is None else 1)
+
+
+def _combine_shape(parts: int, num_reqs: int, rank: int) -> tuple[int, int]:
+    """Pieces at a time, and columns a program, of the combine. Evidence: docs/performance.md."""
+    if parts // num_reqs > 8:  # few requests in many pieces: the columns are shared out to more programs
+        return 32, min(rank, 64)
+    return 8, rank
+
+
+def _dependent_launch(target: Target) -> bool:
+    """Whether the chip can make a kernel ready while the one before it runs (Hopper's programmatic dependent launch)."""
+    return target.platform == "cuda" and int(target.arch[3:]) >= 90
+
+
+@functools.cache
+def _hopper() -> ModuleType | None:
+    """`decode_hopper`, imported when first used; None where Triton has no Gluon."""
+    if not HAS_GLUON:
+        return None
+    from dualmla_kernels import decode_hopper
+
+    return decode_hopper
 
 
 def mla_decode(
@@ -396,27 +514,35 @@ def mla_decode(
         plan = plan_decode(seq_lens, num_heads=heads, max_query_len=max_query_len, dtype=q.dtype, num_kv_splits=num_kv_splits)
     device = q.device
     exact = device.type == "cpu"
+    pdl = _dependent_launch(target_of(device))
+    options = {"launch_pdl": True} if pdl else {}
     partial_rows = groups * config.block_m
     partial_out = torch.empty(plan.slots, partial_rows, rank, dtype=torch.float32, device=device)
     partial_lse = torch.empty(plan.slots, partial_rows, dtype=torch.float32, device=device)
     lse_strides = (0, 0) if lse is None else lse.stride()
     slices = max(min(config.slices, rank // 64), 1)  # a product needs 16 columns and is better off with 64
     on_device = isinstance(k_scale, torch.Tensor)
-    launch(
-        _decode, (groups, plan.parts), device,
-        q, kv_cache, block_table, seq_lens, qo_indptr, plan.pieces_of_part, plan.pieces,
-        out, lse, partial_out, partial_lse, k_scale if on_device else None,
-        softmax_scale, 1.0 if on_device else k_scale, seq_lens.shape[0], num_tokens, block_table.stride(0),
+    grid = (groups, plan.parts)
+    arguments = (
+        block_table, seq_lens, qo_indptr, plan.pieces_of_part, plan.pieces, out, lse, partial_out, partial_lse,
+        k_scale if on_device else None, softmax_scale, 1.0 if on_device else k_scale, block_table.stride(0),
+    )  # fmt: skip
+    if config.pairs and (hopper := _hopper()) and hopper.fits(q, kv_cache, rank):
+        hopper.decode_pairs(
+            grid, q, kv_cache, *arguments, out_strides=(out.stride(0), out.stride(1)), lse_strides=lse_strides, causal=causal
+        )
+    else:
+        launch(
+        _decode, grid, device, q, kv_cache, *arguments,
         q.stride(0), q.stride(1), kv_cache.stride(0), out.stride(0), out.stride(1), *lse_strides,
         H=heads, D=rank, R=rope, R_PADDED=next_power_of_2(rope), PAGE=kv_cache.shape[1], SLOT=kv_cache.stride(1), CAUSAL=causal,
         TILE=plan.tile, BM=config.block_m, BN=config.block_n, SLICES=slices, STAGES=config.stages, LAZY=config.lazy,
-        EXACT=exact, num_warps=config.warps, **config.options,
+        PDL=pdl, EXACT=exact, num_warps=config.warps, **config.options,
     )  # fmt: skip
-    # few requests in many pieces: many pieces at a time, the columns shared out to more programs
-    many = plan.parts > 8 * num_reqs
-    block_s, block_d = (32, min(rank, 64)) if many else (8, rank)
+    block_s, block_d = _combine_shape(plan.parts, num_reqs, rank)
     launch(
         _combine, (heads * max_query_len, plan.splits.shape[0], rank // block_d), device,
-        partial_out, partial_lse, plan.splits, qo_indptr, out, lse, partial_rows, out.stride(0), out.stride(1), *lse_strides,
-        H=heads, D=rank, BS=block_s, BD=block_d, EXACT=exact, num_warps=4,
+        partial_out, partial_lse, plan.splits, qo_indptr, out, lse, partial_rows, num_reqs, num_tokens,
+        out.stride(0), out.stride(1), *lse_strides,
+        H=heads, D=rank, BS=block_s, BD=block_d, PDL=pdl, EXACT=exact, num_warps=4, **options,
     )  # fmt: skip

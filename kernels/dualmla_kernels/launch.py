@@ -5,6 +5,10 @@ have to be set before anybody imports it. Here the decision is made at launch, f
 twin of the kernel is made once. While it runs, the functions it calls (`tl.max`, `tl.sum`, ... are themselves compiled
 functions once triton was imported for compiling) are replaced by interpreted twins too. Afterwards everything that was
 replaced, by us or by the interpreter itself, is put back: the user's own kernels never change.
+
+The interpreter sets attributes of `triton.language` itself, which all threads share, and Triton has no place where a compilation
+could be made to wait: until an interpreted launch returns, no other thread can compile a kernel. Interpreted launches of several
+threads wait for one another. Compiled ones, on a GPU, replace nothing.
 """
 
 from __future__ import annotations
@@ -17,10 +21,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
+from dualmla_kernels.ready import launch_ready
 from dualmla_kernels.target import Launch, note
+
+HAS_GLUON = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
+"""Whether the Triton that is installed has the Gluon that kernels are written in: they are imported only where it has."""
 
 # One interpreted launch at a time: the interpreter keeps its program ids and its patches in module globals.
 _interpreter_lock = threading.RLock()
@@ -37,10 +46,10 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
     elif device.type == "meta":
         note(Launch(kernel, grid, args, kwargs))
     elif device.index == torch.cuda.current_device():
-        kernel[grid](*args, **kwargs)
+        launch_ready(kernel, grid, device.index, args, kwargs)
     else:
         with torch.cuda.device(device):
-            kernel[grid](*args, **kwargs)
+            launch_ready(kernel, grid, device.index, args, kwargs)
 
 
 def cdiv(n: int, size: int) -> int:

@@ -22,8 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dualmla_kernels.launch import launch
-from dualmla_kernels.plan import SplitPlan, parts_padded, plan_blocks
+from dualmla_kernels.launch import cdiv, launch, next_power_of_2
+from dualmla_kernels.plan import SplitPlan, plan_blocks
 from dualmla_kernels.plan_kernel import BLOCK, plan_block
 
 PAGE_BLOCK = 4096
@@ -200,20 +200,20 @@ def build(
         prefill_indices: where the page ids of the other requests are packed once more.
         own_table: where the live part of the table is copied, and `pages_ahead` entries more of each row.
     """
-    # in plain Python: Triton's own cdiv takes microseconds on the host
     live, max_pages = block_table.shape
     uniform = isinstance(query_lens, int)
-    plan_programs = 0 if plan is None else plan_blocks(num_decodes, plan.parts)
-    token_programs = -(-num_tokens // TOKEN_BLOCK)
-    page_blocks = -(-max_pages // PAGE_BLOCK)
+    parts, tile = (0, 1) if plan is None else (plan.parts, plan.tile)
+    planned = (None, None, None) if plan is None else (plan.pieces_of_part, plan.pieces, plan.splits)
+    plan_programs = 0 if plan is None else plan_blocks(num_decodes, parts)
+    token_programs = cdiv(num_tokens, TOKEN_BLOCK)
+    page_blocks = cdiv(max_pages, PAGE_BLOCK)
     launch(
         _build, (1 + plan_programs + token_programs + live * page_blocks,), fields.device,
         block_table, seq_lens, None if uniform else query_lens, fields, indices, prefill_indices, slots, own_table,
-        None if plan is None else plan.pieces_of_part, None if plan is None else plan.pieces, None if plan is None else plan.splits,
+        *planned,
         query_lens if uniform else 0, live, num_reqs, num_decodes, num_tokens, max_pages, block_table.stride(0),
-        0 if own_table is None else own_table.stride(0), fields.stride(0), 0 if plan is None else plan.parts,
-        plan_programs, token_programs, page_blocks,
-        PAGE=page_size, TILE=1 if plan is None else plan.tile, PARTS=1 if plan is None else parts_padded(plan.parts),
+        0 if own_table is None else own_table.stride(0), fields.stride(0), parts, plan_programs, token_programs, page_blocks,
+        PAGE=page_size, TILE=tile, PARTS=next_power_of_2(parts),
         BLOCK=BLOCK, TOKENS=TOKEN_BLOCK, COLUMNS=PAGE_BLOCK, AHEAD=pages_ahead, num_warps=4,
     )  # fmt: skip
 
@@ -244,6 +244,6 @@ def advance(
     """One token on for every request of `query_lens` 1; token t of the batch becomes `sampled[t]` at position `seq_len`."""
     num_reqs = seq_lens.shape[0]
     launch(
-        _advance, (-(-num_reqs // 256),), seq_lens.device,
+        _advance, (cdiv(num_reqs, 256),), seq_lens.device,
         seq_lens, query_lens, qo_indptr, sampled, tokens, positions, num_reqs, sampled.stride(0), CHUNK=256, num_warps=4,
     )  # fmt: skip

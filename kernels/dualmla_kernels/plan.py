@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dualmla_kernels.launch import launch
+from dualmla_kernels.launch import cdiv, launch, next_power_of_2
 from dualmla_kernels.plan_kernel import BLOCK, MIN_PIECE, OVERHEAD, SPLIT_COST, balanced_kernel, fixed_kernel
 
 
@@ -100,18 +100,13 @@ def launch_plan(seq_lens: torch.Tensor, shape: PlanShape, out: SplitPlan) -> Non
     launch(
         balanced_kernel, (plan_blocks(num_reqs, shape.parts),), seq_lens.device,
         seq_lens, num_reqs, num_reqs, shape.parts, out.pieces_of_part, out.pieces, out.splits,
-        TILE=shape.tile, PARTS=parts_padded(shape.parts), BLOCK=BLOCK, num_warps=4,
+        TILE=shape.tile, PARTS=next_power_of_2(shape.parts), BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
 
 
 def plan_blocks(num_reqs: int, parts: int) -> int:
     """Programs that work out a balanced plan."""
-    return -(-(num_reqs + parts) // BLOCK)
-
-
-def parts_padded(parts: int) -> int:
-    """`parts` rounded up to a power of two."""
-    return 1 << (parts - 1).bit_length()
+    return cdiv(num_reqs + parts, BLOCK)
 
 
 def fixed_plan(seq_lens: torch.Tensor, *, splits: int, tile: int) -> SplitPlan:

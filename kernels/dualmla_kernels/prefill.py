@@ -24,9 +24,9 @@ import torch
 import triton
 import triton.language as tl
 
-from dualmla_kernels.launch import cdiv, launch, next_power_of_2
+from dualmla_kernels.launch import HAS_GLUON, cdiv, launch, next_power_of_2
 from dualmla_kernels.numerics import LN2, LOG2E, cast, dot
-from dualmla_kernels.target import target_of
+from dualmla_kernels.target import Target, target_of
 
 
 @triton.jit
@@ -66,6 +66,25 @@ def _tile(
     v = _load(v_rows[:, None] + ov[None, :], exists, ov < V, MASKED, V != V_PADDED)
     acc = dot(cast(p, v.dtype, EXACT), v, acc * a[:, None], EXACT)
     return m_new, l, acc
+
+
+@triton.jit
+def write_padding(
+    out_ptr, lse_ptr, end_token, num_tokens, out_token_stride, out_head_stride, lse_head_stride, lse_token_stride,
+    H: tl.constexpr, V: tl.constexpr, V_PADDED: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Tokens from `end_token` on are no request's: their rows are 0 and -inf. All programs of the launch do some."""
+    ov = tl.arange(0, V_PADDED)
+    rows = (num_tokens - end_token) * H
+    for first in tl.range(tl.program_id(0) * BM, rows, tl.num_programs(0) * BM, num_stages=1):
+        pad = first + tl.arange(0, BM)
+        token, head = (end_token + pad // H).to(tl.int64), (pad % H).to(tl.int64)
+        out_row = out_ptr + token * out_token_stride + head * out_head_stride
+        nothing = tl.zeros([BM, V_PADDED], out_ptr.dtype.element_ty)
+        tl.store(out_row[:, None] + ov[None, :], nothing, mask=(pad < rows)[:, None] & (ov < V)[None, :])
+        if lse_ptr is not None:
+            empty = tl.full([BM], float("-inf"), tl.float32)
+            tl.store(lse_ptr + head * lse_head_stride + token * lse_token_stride, empty, mask=pad < rows)
 
 
 # what changes from batch to batch is no reason to compile again
@@ -143,18 +162,14 @@ def _prefill(
             row_lse = tl.where(seen, (m + tl.log2(total)) * LN2, float("-inf"))
             tl.store(lse_ptr + far_head * lse_head_stride + token * lse_token_stride, row_lse, mask=live)
 
-    # tokens that no request owns are padding: every row is written
-    end_token = tl.load(cu_seqlens_q_ptr + num_reqs)
-    padding_rows = (num_tokens - end_token) * H
-    for first in tl.range(program * BM, padding_rows, tl.num_programs(0) * BM, num_stages=1):
-        pad = first + tl.arange(0, BM)
-        token, far_head = (end_token + pad // H).to(tl.int64), (pad % H).to(tl.int64)
-        out_row = out_ptr + token * out_token_stride + far_head * out_head_stride
-        nothing = tl.zeros([BM, V_PADDED], out_ptr.dtype.element_ty)
-        tl.store(out_row[:, None] + ov[None, :], nothing, mask=(pad < padding_rows)[:, None] & (ov < V)[None, :])
-        if lse_ptr is not None:
-            empty = tl.full([BM], float("-inf"), tl.float32)
-            tl.store(lse_ptr + far_head * lse_head_stride + token * lse_token_stride, empty, mask=pad < padding_rows)
+    write_padding(
+        out_ptr, lse_ptr, tl.load(cu_seqlens_q_ptr + num_reqs), num_tokens,
+        out_token_stride, out_head_stride, lse_head_stride, lse_token_stride, H, V, V_PADDED, BM,
+    )  # fmt: skip
+
+
+SHORT = 64
+"""Requests of at most so many queries are done in smaller blocks."""
 
 
 @dataclass(frozen=True)
@@ -168,13 +183,13 @@ class PrefillConfig:
     group: int
 
 
-def prefill_config(max_seqlen_q: int, head_dims: int, dtype: torch.dtype, platform: str) -> PrefillConfig:
-    """The configuration for requests of at most `max_seqlen_q` queries on "cpu", "hip" or "cuda". Evidence: docs/performance.md.
+def prefill_config(max_seqlen_q: int, head_dims: int, dtype: torch.dtype, target: Target) -> PrefillConfig:
+    """The configuration for requests of at most `max_seqlen_q` queries on a chip. Evidence: docs/performance.md.
 
     `head_dims`: numbers of a key and a value of a head together, 320 in DeepSeek's models; from 400 on tiles are small, so
     that 512 and 512 still fit into shared memory.
     """
-    short = max_seqlen_q <= 64
+    short, platform = max_seqlen_q <= SHORT, target.platform
     if platform == "cpu":
         return PrefillConfig(block_m=32 if short else 64, block_n=64, stages=1, warps=1, group=8)
     if head_dims > 384:
@@ -187,7 +202,8 @@ def prefill_config(max_seqlen_q: int, head_dims: int, dtype: torch.dtype, platfo
         return PrefillConfig(block_m=64 if short else 128, block_n=32, stages=1, warps=4, group=8)
     if short:
         return PrefillConfig(block_m=64, block_n=64, stages=2, warps=4, group=8)
-    return PrefillConfig(block_m=128, block_n=128, stages=2, warps=8, group=8)
+    # 90 KB, so that chips with 99 KB of shared memory for a program can run it
+    return PrefillConfig(block_m=128, block_n=128 if target.arch == "sm_90" else 64, stages=2, warps=8, group=8)
 
 
 LEAST_V = {"cpu": 16, "hip": 16, "cuda": 64}
@@ -199,6 +215,24 @@ def split_head_dim(head_dim: int) -> tuple[int, int]:
     """`head_dim`, a multiple of 16, as its largest power of two and the rest: 192 -> (128, 64), 128 -> (128, 0)."""
     first = 1 << (head_dim.bit_length() - 1)
     return first, head_dim - first
+
+
+def runs_on_hopper(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether `prefill_hopper` can do it: on sm_90, 16-bit numbers, DeepSeek's head dims, tensors that the TMA unit can describe.
+
+    It reads [rows, H, D] as rows of all heads: steps of 16 bytes, columns within int32.
+    """
+    return (
+        HAS_GLUON
+        and target_of(q.device).arch == "sm_90"
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and (q.shape[2], v.shape[2]) == (192, 128)
+        and all(
+            x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and x.stride(1) % 8 == 0 and 0 < x.stride(0) < 1 << 34
+            and (x.shape[1] - 1) * x.stride(1) + x.shape[2] < 1 << 31
+            for x in (q, k, v)
+        )
+    )  # fmt: skip
 
 
 def mla_prefill(
@@ -222,14 +256,19 @@ def mla_prefill(
     """
     num_tokens, heads, v_dim = out.shape
     num_reqs = cu_seqlens_q.shape[0] - 1
-    if num_reqs == 0 or max_seqlen_q == 0:
+    if num_reqs == 0 or max_seqlen_q == 0 or k.shape[0] == 0:
         out.zero_()
         if lse is not None:
             lse.fill_(float("-inf"))
         return
     device = q.device
-    platform = target_of(device).platform
-    config = prefill_config(max_seqlen_q, q.shape[2] + v_dim, q.dtype, platform)
+    target = target_of(device)
+    if max_seqlen_q > SHORT and runs_on_hopper(q, k, v):
+        from dualmla_kernels.prefill_hopper import mla_prefill_hopper
+
+        mla_prefill_hopper(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal=causal, out=out, lse=lse)
+        return
+    config = prefill_config(max_seqlen_q, q.shape[2] + v_dim, q.dtype, target)
     blocks = cdiv(max_seqlen_q, config.block_m)
     group = min(config.group, heads)
     first, rest = split_head_dim(q.shape[2])
@@ -239,7 +278,7 @@ def mla_prefill(
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0), out.stride(1),
         *((0, 0) if lse is None else lse.stride()),
         H=heads, D0=first, D1=rest, D1_PADDED=max(next_power_of_2(rest), 16),
-        V=v_dim, V_PADDED=max(next_power_of_2(v_dim), LEAST_V[platform]),
+        V=v_dim, V_PADDED=max(next_power_of_2(v_dim), LEAST_V[target.platform]),
         CAUSAL=causal, BM=config.block_m, BN=config.block_n, GROUP=group, STAGES=config.stages,
         EXACT=device.type == "cpu", num_warps=config.warps,
     )  # fmt: skip

@@ -38,18 +38,32 @@ def _token_slots(
         tl.store(slots_ptr + first + i, tl.where(live, page * PAGE + i % PAGE, 0), mask=i < written)
 
 
-def token_slots(block_table: torch.Tensor, owner: torch.Tensor | None, kv_indptr: torch.Tensor, page_size: int) -> torch.Tensor:
-    """int32 [n * max_pages * page_size + TAIL]; what lies past the last key and its tail is not written.
+def num_slots(num_reqs: int, max_pages: int, page_size: int) -> int:
+    """Entries that `token_slots` writes at most."""
+    return num_reqs * max_pages * page_size + int(TAIL.value)
+
+
+def token_slots(
+    block_table: torch.Tensor,
+    owner: torch.Tensor | None,
+    kv_indptr: torch.Tensor,
+    page_size: int,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """int32 [num_slots(n, max_pages, page_size)]; what lies past the last key and its tail is not written.
 
     Arguments:
         block_table: int32 [num_reqs, max_pages]; page * page_size must fit.
         owner: int32 [n], row of the table of each request; None: its own.
         kv_indptr: int32 [n + 1], at most max_pages * page_size keys each.
+        out: written and returned where given, as long at least.
     """
-    num_reqs, most = kv_indptr.shape[0] - 1, block_table.shape[1] * page_size
-    slots = torch.empty(num_reqs * most + TAIL.value, dtype=torch.int32, device=block_table.device)
+    num_reqs, max_pages = kv_indptr.shape[0] - 1, block_table.shape[1]
+    if out is None:
+        out = torch.empty(num_slots(num_reqs, max_pages, page_size), dtype=torch.int32, device=block_table.device)
     launch(
-        _token_slots, (num_reqs, cdiv(most + TAIL.value, BLOCK)), slots.device,
-        block_table, owner, kv_indptr, slots, block_table.stride(0), PAGE=page_size, BLOCK=BLOCK, TAIL=TAIL, num_warps=4,
+        _token_slots, (num_reqs, cdiv(max_pages * page_size + TAIL.value, BLOCK)), out.device,
+        block_table, owner, kv_indptr, out, block_table.stride(0), PAGE=page_size, BLOCK=BLOCK, TAIL=TAIL, num_warps=4,
     )  # fmt: skip
-    return slots
+    return out

@@ -20,7 +20,17 @@ UNUSED_PAGE = 2147480000
 class Case:
     """A decode with shuffled pages, free slots full of NaN and unused page ids that lie outside every cache."""
 
-    def __init__(self, seq_lens: list[int], query_lens: list[int], *, heads: int = 16, page_size: int = 1, padding: int = 0) -> None:
+    def __init__(
+        self,
+        seq_lens: list[int],
+        query_lens: list[int],
+        *,
+        heads: int = 16,
+        page_size: int = 1,
+        padding: int = 0,
+        cache: str = "bfloat16",
+        k_scale: float = 1.0,
+    ) -> None:
         generator = torch.Generator().manual_seed(7)
         pages = [-(-n // page_size) for n in seq_lens]
         ids = (torch.randperm(sum(pages), generator=generator) + 1).int().split(pages)  # page 0 is free: NaN
@@ -31,13 +41,14 @@ class Case:
             latents = torch.randn(length, 576, generator=generator).bfloat16()
             for i in range(length):
                 self.kv_cache[own[i // page_size], i % page_size] = latents[i]
+        self.kv_cache, self.k_scale = self.kv_cache.to(getattr(torch, cache)), k_scale
         self.q = torch.randn(sum(query_lens) + padding, heads, 576, generator=generator).bfloat16()
         self.meta: MLAMetadata = decode_metadata(table, seq_lens, query_lens, page_size=page_size, device="cpu")
 
     def reference(self, *, causal: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = self.buffers()
         ReferenceMLABackend.mla_decode(
-            self.q, self.kv_cache, self.meta, SCALE, causal=causal, out=out, lse=lse, k_scale=1.0, num_kv_splits=None
+            self.q, self.kv_cache, self.meta, SCALE, causal=causal, out=out, lse=lse, k_scale=self.k_scale, num_kv_splits=None
         )
         return out, lse
 
@@ -46,15 +57,24 @@ class Case:
         return torch.full((tokens, heads, 512), float("nan"), dtype=torch.bfloat16), torch.full((heads, tokens), float("nan"))
 
     def decoded(
-        self, mla: Any, *, causal: bool = True, with_lse: bool = False, compute_units: int = 304, captured: bool = False
+        self,
+        mla: Any,
+        package: Any = stand_in.PACKAGE,
+        *,
+        causal: bool = True,
+        with_lse: bool = False,
+        k_scale: float | torch.Tensor | None = None,
+        compute_units: int = 304,
+        captured: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """out [T, H, 512] and lse [H, T] of our adapter over the stand-in `mla`, as on a gfx942."""
-        aiter = describe(stand_in.PACKAGE, mla, "stand-in")
-        shape = launch_shape(aiter.signature, "gfx942", self.q.shape[1])
+        """out [T, H, 512] and lse [H, T] of our adapter over the stand-ins, as on a gfx942; `k_scale` None: the case's, as a float."""
+        aiter = describe(package, mla, "stand-in")
+        shape = launch_shape(aiter.signature, "gfx942", self.q.shape[1], self.kv_cache.dtype)
         assert shape is not None
         out, lse = self.buffers()
         launch.decode(
             aiter, shape, self.q, self.kv_cache, self.meta, SCALE,
-            causal=causal, out=out, lse=lse if with_lse else None, compute_units=compute_units, captured=captured,
+            causal=causal, out=out, lse=lse if with_lse else None, k_scale=self.k_scale if k_scale is None else k_scale,
+            compute_units=compute_units, captured=captured,
         )  # fmt: skip
         return out, lse

@@ -31,7 +31,7 @@ def aiter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     """`aiter(generation)`: from then on AITER of that generation runs on the CPU, by its stand-in, which is returned."""
 
     def pretend(generation: str) -> ModuleType:
-        package, mla = ModuleType("aiter"), stand_in.module(generation)
+        package, mla = stand_in.package(), stand_in.module(generation)
         package.flash_attn_varlen_func = test_adapter_prefill.flash_attn_varlen_func  # type: ignore[attr-defined]
         monkeypatch.setattr(probe, "usable", lambda device: probe.Usable(describe(package, mla, "stand-in"), "gfx942"))
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4))
@@ -70,11 +70,33 @@ def test_decode(case: DecodeCase, with_lse: bool, aiter: Callable[[str], ModuleT
     assert mla.calls
 
 
+FLOAT8 = {"kv_cache_dtype": torch.float8_e4m3fnuz, "return_lse": False}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        DecodeCase(seq_lens=(70, 0, 300), padding_tokens=2, k_scale=0.375, **FLOAT8),
+        DecodeCase(num_heads=17, seq_lens=(66, 9, 20), query_lens=(3, 0, 2), page_size=3, padding_tokens=1, **FLOAT8),
+        DecodeCase(num_heads=3, seq_lens=(9, 33), query_lens=(1, 2), causal=False, page_size=2, shared_pages=1, **FLOAT8),
+    ],
+    ids=str,
+)
+def test_decode_over_a_float8_cache(case: DecodeCase, aiter: Callable[[str], ModuleType]) -> None:
+    mla = aiter("S2")
+    verdict = judge(DecodeProblem.draw(case), "aiter")
+    assert (verdict.status, verdict.findings, verdict.refusals) == ("pass", (), ())
+    assert all(call["work_meta_data"] is not None for call in mla.calls)
+
+
 PROBLEMS: list[Callable[[], Problem]] = [
     lambda: PrefillProblem.draw(PrefillCase(query_lens=(8, 0, 3), key_lens=(8, 4, 70), padding_tokens=2)),
     lambda: PrefillProblem.draw(PrefillCase(query_lens=(9, 5), key_lens=(3, 0), strided=True)),
     lambda: PrefillProblem.draw(PrefillCase(query_lens=(4, 7), key_lens=(9, 0), causal=False)),
     lambda: LayerProblem(LayerCase(seq_lens=(9, 5), query_lens=(1, 5))),
+    lambda: LayerProblem(
+        LayerCase(seq_lens=(9, 40, 33), query_lens=(1, 1, 5), page_size=4, kv_cache_dtype=torch.float8_e4m3fnuz, k_scale=0.3)
+    ),
     lambda: LayerProblem(LayerCase(seq_lens=(40, 20, 33, 2), query_lens=(2, 1, 9, 2), decode_threshold=2, padding_tokens=3, page_size=3)),
 ]
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from aiter_case import SCALE, UNUSED_PAGE, Case
 
+from dualmla import advance_step
 from dualmla.backends.aiter import launch
 from dualmla.backends.aiter.batch import tell
 from dualmla.backends.aiter.signatures import Aiter, describe
@@ -84,6 +85,23 @@ def test_a_plain_batch_is_told_as_it_is() -> None:
     assert batch.kv_indices.data_ptr() == case.meta.paged_kv_indices.data_ptr()
 
 
+@pytest.mark.parametrize("query_lens", [[1, 1], [3, 2], [1, 0]])
+def test_layers_of_a_step_share_what_is_told(query_lens: list[int]) -> None:
+    case = Case([9, 33], query_lens, page_size=4)
+    case.kv_cache = case.kv_cache.nan_to_num()  # the rows stepped into
+    case.meta.block_table[case.meta.block_table == UNUSED_PAGE] = 0
+    mla = stand_in.module("S2")
+    for steps in (1, 2):
+        for _ in range(3):
+            agree(case.decoded(mla)[0], case.reference()[0])
+        assert len({call["kv_indices"].data_ptr() for call in mla.calls[-3:]}) == 1
+        if steps == 1 and max(query_lens) == 1:  # and a step on is another one
+            tokens = torch.zeros(2, dtype=torch.int64)
+            advance_step(case.meta, tokens, tokens.clone(), tokens.clone())
+    case.decoded(mla, captured=True)  # into a graph that no state knows: within itself
+    assert mla.calls[-1]["kv_indices"].data_ptr() != mla.calls[-2]["kv_indices"].data_ptr()
+
+
 @pytest.mark.parametrize("query_lens", [[1, 1], [3, 2]])
 def test_without_a_mask_every_row_sees_every_key(query_lens: list[int]) -> None:
     case = Case([9, 70], query_lens)
@@ -126,6 +144,7 @@ def test_outputs_and_queries_of_any_stride() -> None:
         causal=True,
         out=out,
         lse=None,
+        k_scale=1.0,
         compute_units=304,
         captured=False,
     )
@@ -159,7 +178,7 @@ def test_an_lse_that_was_promised_and_is_not_there() -> None:
     mla = stand_in.module("S6")
     run = mla.mla_decode_fwd
     described = describe(stand_in.PACKAGE, mla, "1.2.3")
-    lossy = Aiter(lambda **given: (run(**given)[0], None), described.signature, "1.2.3", None, None)
+    lossy = Aiter(lambda **given: (run(**given)[0], None), described.signature, "1.2.3", None, None, None)
     out, lse = case.buffers()
     with pytest.raises(RuntimeError, match=r"1\.2\.3 returned no LSE"):
         launch.decode(
@@ -172,6 +191,7 @@ def test_an_lse_that_was_promised_and_is_not_there() -> None:
             causal=True,
             out=out,
             lse=lse,
+            k_scale=1.0,
             compute_units=304,
             captured=False,
         )

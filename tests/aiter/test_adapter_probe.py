@@ -170,12 +170,12 @@ def test_calls_that_it_refuses_go_to_the_next_under_auto_alone(
     call = PrefillCall(device, torch.bfloat16, 16, 192, 128)
     reason = "AITER 9.9.9 has no flash_attn_varlen_func that takes softmax_scale, causal and return_lse by name"
     with pytest.raises(BackendUnavailable, match=reason):
-        selection.backend_for_prefill(call, "aiter")
+        selection.backend_for_prefill(device, "aiter", lambda: call)
     handed: list[object] = []
     q, v, cu = torch.zeros(1, 16, 192, dtype=torch.bfloat16), torch.zeros(1, 16, 128, dtype=torch.bfloat16), torch.zeros(2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TritonMLABackend, "mla_prefill", lambda *given, **rest: handed.append(given))
-        for ops in (select_backend(CFG, device).get_impl_cls().ops, selection.backend_for_prefill(call, "auto")):
+        for ops in (select_backend(CFG, device).get_impl_cls().ops, selection.backend_for_prefill(device, "auto", lambda: call)):
             ops.mla_prefill(q, q, v, cu, cu, 1, 1, 0.1, causal=True, out=v, lse=None)
     assert len(handed) == 2
     assert "a prefill goes to the next backend, aiter refused it: the device is of type cpu" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from typing import Any
 
@@ -14,7 +15,7 @@ from dualmla import MLAConfig
 from dualmla.backends.aiter.signatures import describe
 from dualmla.backends.aiter.support import (
     ARCHS,
-    NON_PERSISTENT,
+    TABLE,
     LaunchShape,
     config_refusals,
     decode_shape,
@@ -42,8 +43,8 @@ CALL = DecodeCall(
 )
 
 
-def refusals(generation: str = "S2", arch: str = "gfx942", **changed: Any) -> list[str]:
-    signature = describe(stand_in.PACKAGE, stand_in.module(generation), "").signature
+def refusals(generation: str = "S2", arch: str = "gfx942", *, plans: bool = True, **changed: Any) -> list[str]:
+    signature = describe(stand_in.package() if plans else stand_in.PACKAGE, stand_in.module(generation), "").signature
     shape = decode_shape(dataclasses.replace(CALL, **changed), signature, arch)
     return shape if isinstance(shape, list) else []
 
@@ -60,7 +61,20 @@ def test_what_is_accepted(generation: str, arch: str, changed: dict[str, Any]) -
     [
         ({"dtype": torch.float16, "kv_cache_dtype": torch.float16}, "queries are float16; AITER computes in bfloat16 alone"),
         ({"dtype": torch.float32, "kv_cache_dtype": torch.float32}, "queries are float32; AITER computes in bfloat16 alone"),
-        ({"kv_cache_dtype": torch.float8_e4m3fnuz}, "the cache is float8_e4m3fnuz .* use a bfloat16 cache"),
+        (
+            {"kv_cache_dtype": torch.float8_e4m3fnuz, "plans": False},
+            "the cache is float8_e4m3fnuz .* persistent mode alone, which generation S2 .* use a bfloat16 cache",
+        ),
+        (
+            {"kv_cache_dtype": torch.float8_e4m3fnuz, "generation": "S1"},
+            "the cache is float8_e4m3fnuz .* persistent mode alone, which generation S1 .* use a bfloat16 cache",
+        ),
+        ({"kv_cache_dtype": torch.float8_e4m3fn}, "the cache is float8_e4m3fn; gfx942 computes with float8_e4m3fnuz"),
+        ({"kv_cache_dtype": torch.float8_e4m3fnuz, "arch": "gfx950"}, "the cache is float8_e4m3fnuz; gfx950 computes with float8_e4m3fn"),
+        (
+            {"kv_cache_dtype": torch.float8_e4m3fnuz, "generation": "S8", "return_lse": True},
+            "the LSE is asked for; .* persistent decode, which a float8 cache takes, writes none .* or the triton backend",
+        ),
         ({"num_heads": 129}, "num_heads is 129; .* at most 128"),
         ({"kv_lora_rank": 256}, "kv_lora_rank and qk_rope_head_dim are 256 and 64; AITER has 512 and 64 alone"),
         ({"max_query_len": 5}, "up to 5 query tokens; .* at most 4"),
@@ -93,7 +107,22 @@ def test_every_reason_is_given_at_once() -> None:
 def test_the_table_leaves_no_generation_or_arch_out() -> None:
     for generation in stand_in.GENERATIONS:
         for arch in ARCHS:
-            assert sum(generation in row.generations and arch in row.archs for row in NON_PERSISTENT) == 1
+            rows = [row for row in TABLE if generation in row.generations and arch in row.archs]
+            assert [row.cache for row in rows] == ["bfloat16", "float8"][: len(rows)]
+            assert len(rows) == 1 + (generation >= "S2")
+
+
+@pytest.mark.parametrize("generation", stand_in.GENERATIONS[2:])
+@pytest.mark.parametrize(("arch", "dtype"), [("gfx942", torch.float8_e4m3fnuz), ("gfx950", torch.float8_e4m3fn)])
+def test_a_float8_cache_takes_one_persistent_kernel_whatever_is_asked(generation: str, arch: str, dtype: torch.dtype) -> None:
+    """One query token of 16 heads: no several tokens in one launch (finding 9), no float8 queries (findings 7, 15 and 16)."""
+    signature = describe(stand_in.package(), stand_in.module(generation), "").signature
+    for heads, query_len in itertools.product((1, 16, 17, 64, 128), (1, 2, 3, 4)):
+        shape = decode_shape(dataclasses.replace(CALL, num_heads=heads, max_query_len=query_len, kv_cache_dtype=dtype), signature, arch)
+        assert shape == LaunchShape(-(-heads // 16) * 16, 1, persistent=True)
+    for kernels in TABLE:
+        assert not kernels.persistent or set(kernels.heads.values()) == {1}
+        assert kernels.persistent == (kernels.cache == "float8")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,16 @@ from test_aiter_decode import INTERLEAVED, MQA16, run_decode, worst
 from test_aiter_prefill import KERNEL, run_prefill
 
 from dualmla.emulator import Device, Mode
-from dualmla.emulator.aiter_kernels import Work, absorbed_prefill, from_bf16, persistent_decode, to_bf16, varlen_prefill
+from dualmla.emulator.aiter_kernels import (
+    Work,
+    absorbed_prefill,
+    decode,
+    from_bf16,
+    merge_partials,
+    persistent_decode,
+    to_bf16,
+    varlen_prefill,
+)
 from dualmla.emulator.aiter_objects import KERNELS, load_kernel
 from dualmla.emulator.memory import PAGE
 from dualmla.emulator.translate import translate
@@ -103,8 +112,6 @@ def test_5_kv_offsets_wrap_at_4_gib(hsa, arch):
 
 def run_decode_on(device, hsa, arch, p, *, kv, row):
     """One key: the output is its value row."""
-    from dualmla.emulator.aiter_kernels import decode
-
     got = decode(
         device,
         load_kernel(hsa, arch, MQA16),
@@ -297,3 +304,29 @@ def test_17_more_loads_are_used_without_a_wait(hsa, arch, name, load, use):
     got = persistent(hsa, arch, p, [[Work(0, 0, 400)]], name, Mode(delayed=True, turn=4))
     pairs = {(f.instruction.split()[0], str(f.other).split()[0]) for f in got.report.findings if f.kind == MISSING_WAIT}
     assert (load, use) in pairs
+
+
+@BOTH
+@pytest.mark.parametrize(("name", "follows"), [(MQA16, False), (MASK1, True), (MQA128, True)])
+def test_18_mqa16_puts_request_b_into_row_b(hsa, arch, name, follows):
+    """Requests of 1, 0 and 1 query tokens: row 1 is of request 2. mqa16 gives it the keys of request 1, the others look at qo_indptr."""
+    p = latent([9, 7, 66], heads=KERNELS[name].heads)  # the third row is padding
+    device = Device(arch)
+    got = decode(
+        device,
+        load_kernel(hsa, arch, name),
+        KERNELS[name],
+        q=p.q,
+        kv=p.kv,
+        kv_indptr=p.kv_indptr,
+        kv_indices=p.kv_indices,
+        softmax_scale=p.softmax_scale,
+        splits=2,
+        fields={"qo_indptr": device.put(np.array([0, 1, 1, 2], np.int32)).address},
+    )
+    with np.errstate(invalid="ignore"):  # a row that nobody writes
+        out, _ = merge_partials(got)
+    right, wrong = (attend(p.q64[1], p.keys(request), p.softmax_scale)[0] for request in (2, 1))
+    assert worst(out[1], right if follows else wrong) < 0.02
+    assert worst(out[1], wrong if follows else right) > 0.1
+    assert got.partial_written[2].any() != follows, "the row of padding is written"

@@ -20,14 +20,16 @@ OBJECTS = [pytest.param(arch, name, id=f"{arch}-{name}") for name, kernel in KER
 
 
 def llvm_listing(path) -> dict[int, str]:
-    """Address -> text, branches with their target's address."""
+    """Address -> text, branches with their target's address: LLVM names a label there, or counts words where it knows none."""
     output = subprocess.run([OBJDUMP, "-d", "--no-leading-headers", path], check=True, capture_output=True, text=True).stdout
     labels = {name: int(address, 16) for address, name in re.findall(r"^([0-9a-fA-F]{16}) <(\w+)>:", output, re.MULTILINE)}
     listing = {}
     for line, address in re.findall(r"^\t(.*?)\s*// ([0-9A-F]{12}):", output, re.MULTILINE):
         mnemonic, _, operands = line.partition(" ")
-        if "branch" in mnemonic and operands in labels:
-            line = f"{mnemonic} {labels[operands]:#x}"  # noqa: PLW2901 - the same line, resolved
+        if "branch" in mnemonic:
+            words = int(operands) if operands.isdigit() else None
+            away = labels[operands] if words is None else int(address, 16) + 4 + 4 * (words - (words >> 15 << 16))
+            line = f"{mnemonic} {away:#x}"  # noqa: PLW2901 - the same line, resolved
         listing[int(address, 16)] = " ".join(line.split())
     return listing
 

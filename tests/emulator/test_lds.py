@@ -116,6 +116,33 @@ def test_permute_sends_to_another_lane():
     assert (end.v(20) == registers[1][::-1]).all()
 
 
+SWIZZLES = {
+    0x401F: lambda lane: lane ^ 16,  # swap groups of 16
+    0x7C1F: lambda lane: lane ^ 31,  # reverse 32 lanes
+    0x0078: lambda lane: lane & ~7 | 3,  # broadcast lane 3 of each 8: and 0x18, or 3
+    0x801B: lambda lane: lane ^ 3,  # quad_perm 3, 2, 1, 0
+    0x80E4: lambda lane: lane,
+}
+
+
+@pytest.mark.parametrize("pattern", SWIZZLES)
+def test_swizzle_reads_the_lane_its_pattern_names(pattern):
+    """0 from an inactive one."""
+    registers = data(1, 1)
+    swizzle = ds("DS_SWIZZLE_B32", pattern & 255, offset1=pattern >> 8, addr=V + 1)
+    active = 0x0FFFFFFFFFFFFFFF
+    end = run([swizzle], v={20: np.uint32(7), **registers}, execute=active)
+    for lane in range(64):
+        source = SWIZZLES[pattern](lane)
+        expected = registers[1][source] if active >> source & 1 else 0
+        assert end.v(20)[lane] == (expected if active >> lane & 1 else 7)
+
+
+def test_other_swizzles_are_refused():
+    with pytest.raises(UnsupportedInstructionError, match=r"DS_SWIZZLE_B32.*0xc000"):
+        run([ds("DS_SWIZZLE_B32", offset1=0xC0)])
+
+
 @pytest.mark.parametrize(("bits", "dtype"), [(16, np.uint16), (8, np.uint8)])
 def test_transposing_reads(bits, dtype):
     """Each 16 lanes read a row-major matrix of 16 columns, 64 bits a lane; lane l receives column l."""

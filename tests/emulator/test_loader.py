@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from one_wave import code_object
 
 from dualmla.emulator import CodeObjectError, Device, EmulatorError, load_code_object
 from dualmla.emulator.aiter_objects import KERNELS, AiterNotFoundError, find_code_objects, path_of
+from dualmla.emulator.decoder import instructions
 from dualmla.emulator.kernargs import DECODE, PREFILL, pack_slots, pack_triton
 
 MQA16 = "mla_dec_stage1_bf16_a16w16_subQ16_mqa16"
@@ -91,3 +93,12 @@ def test_host_arrays_of_any_shape():
     device = Device("gfx942")
     assert device.put(np.float32(3)).numpy() == 3
     assert device.put(np.zeros((0, 4), np.int32)).numpy().shape == (0, 4)
+
+
+def test_code_after_the_last_end_of_program_is_read():
+    """LLVM lays blocks there, which jump back; what follows them is padding."""
+    words = [0xBF820001, 0xBF810000, 0xBEA00081, 0xBF82FFFD, 0xBF800000, 0xBF800000]  # s_branch over the end; s_mov_b32; s_branch back
+    image = struct.pack("<6I", *words)
+    code, _ = code_object([])
+    listing = list(instructions(replace(code, image=image, code=(0, len(image)))))
+    assert [instruction.name for instruction in listing] == ["S_BRANCH", "S_ENDPGM", "S_MOV_B32", "S_BRANCH"]

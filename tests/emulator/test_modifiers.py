@@ -145,6 +145,49 @@ def test_fp8_conversion_changes_one_half_of_its_destination(opsel):
     assert (end.v(20) == (A & 0xFFFF | packed << 16 if opsel else A & 0xFFFF0000 | packed)).all()
 
 
+E4M3FN = {0x38: 1.0, 0xB8: -1.0, 0x40: 2.0, 0x01: 2.0**-9, 0x7E: 448.0, 0xFE: -448.0, 0x30: 0.5, 0x3C: 1.5}
+
+
+@pytest.mark.parametrize("opsel", [0, 1])
+def test_scaled_conversion_of_fp8_reads_one_half(opsel):
+    """Of gfx950, with the constant 1.0 for a scale; the NaN pattern stays one."""
+    codes = np.resize(np.array([*E4M3FN, 0x7F], np.uint32), 256).reshape(64, 4)
+    packed = codes[:, 0] | codes[:, 1] << np.uint32(8) | codes[:, 2] << np.uint32(16) | codes[:, 3] << np.uint32(24)
+    names = ("V_CVT_SCALEF32_PK_BF16_FP8", "V_CVT_SCALEF32_PK_F32_FP8")
+    listing = [vop3(name, V + 20 + 2 * k, V, 242, opsel=opsel) for k, name in enumerate(names)]
+    end = run(listing, v={0: packed}, arch="gfx950")
+    expected = [np.array([E4M3FN.get(int(c), np.nan) for c in codes[:, 2 * opsel + k]], np.float32) for k in range(2)]
+    np.testing.assert_array_equal((end.v(20) << np.uint32(16)).view(np.float32), expected[0])
+    np.testing.assert_array_equal((end.v(20) & np.uint32(0xFFFF0000)).view(np.float32), expected[1])
+    np.testing.assert_array_equal(np.stack([end.f(22), end.f(23)]), expected)
+
+
+@pytest.mark.parametrize(("scale", "opsel", "reason"), [(244, 0, "scale other than the constant 1.0"), (242, 2, "operand selects")])
+def test_other_scaled_conversions_are_refused(scale, opsel, reason):
+    with pytest.raises(UnsupportedInstructionError, match=f"V_CVT_SCALEF32_PK_BF16_FP8.*{reason}"):
+        run([vop3("V_CVT_SCALEF32_PK_BF16_FP8", V + 20, V, scale, opsel=opsel)], v={0: A}, arch="gfx950")
+
+
+@pytest.mark.parametrize("neg", range(8))
+@pytest.mark.parametrize("absolute", [0, 1, 6])
+def test_mixed_precision_signs(neg, absolute):
+    """neg_hi of a mixed-precision FMA takes operands without their sign."""
+    operands = []
+    for k, value in enumerate((X, Y, X * Y)):
+        magnitude = np.abs(value) if absolute >> k & 1 else value
+        operands.append((-magnitude if neg >> k & 1 else magnitude).astype(np.float64))
+    mixed = {"encoding": "VOP3P", "neg": neg, "neg_hi": absolute, "opsel_hi": 0, "opsel_hi2": 0}
+    listing = [vop3(f"V_MAD_MIX{half}_F16", V + 20, V, V + 1, V + 2, **mixed) for half in ("LO", "HI")]
+    end = run(listing, v={0: X, 1: Y, 2: X * Y})
+    expected = (operands[0] * operands[1] + operands[2]).astype(np.float32).astype(np.float16).view(np.uint16)
+    assert (end.v(20) == expected | expected.astype(np.uint32) << np.uint32(16)).all()
+
+
+def test_mixed_precision_with_halves_is_refused():
+    with pytest.raises(UnsupportedInstructionError, match=r"V_MAD_MIXLO_F16.*operands of 16 bits"):
+        run([vop3("V_MAD_MIXLO_F16", V + 20, V, V + 1, V + 2, encoding="VOP3P", neg_hi=0, opsel_hi=1, opsel_hi2=0)])
+
+
 SDWA = {"omod": 0, "clmp": 0, "src0_neg": 0, "src0_abs": 0, "src1_neg": 0, "src1_abs": 0, "src0_sext": 0, "src1_sext": 0, "s0": 0, "s1": 0}
 SDWA |= {"src0_sel": 6, "src1_sel": 6, "dst_sel": 6, "dst_unused": 0}
 

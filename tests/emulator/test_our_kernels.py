@@ -1,84 +1,164 @@
-"""Our decode as its launcher launches it on gfx942 and gfx950, compiled by Triton: plan, decode and combine against float64."""
+"""Our kernels as their launchers launch them on gfx942 and gfx950, compiled by Triton and executed, against float64.
+
+The judge runs each problem among poison, among harmless memory, and once more with waves and loads as slow as they may be; it
+holds every element to the error budget. Here each case of the emulated grid runs on one chip at least, for Triton compiles each anew;
+`dualmla check --emulate gfx950` runs all of them. A process in which TRITON_INTERPRET is set can't compile.
+"""
 
 from __future__ import annotations
 
-import os
-import pickle
-import subprocess
-import sys
-from pathlib import Path
+from dataclasses import replace
 
-import numpy as np
 import pytest
-from emulator_problems import Latent, latent
-from our_code import CASES, SCALE, Case
+import torch
+from mutations import without_barriers, without_waits_before
 
-from dualmla.emulator import Device, Finding, Mode, load_code_object
-from dualmla.emulator.aiter_kernels import from_bf16
-from dualmla.emulator.kernargs import pack_triton
+from dualmla import selection
+from dualmla.differential import emulated
+from dualmla.differential.emulated_grid import DECODES, LAYERS, MERGES, PREFILLS, REPLAYS, WRITES, for_chip
+from dualmla.differential.hazards import REPLICATED
+from dualmla.differential.judge import judge
+from dualmla.differential.problems import CacheProblem, DecodeProblem, LayerProblem, MergeProblem, PrefillProblem
+from dualmla.emulator import Device, Mode, tensors
+from dualmla.emulator.tensors import Tensors, run_launcher
+from dualmla.testing import DecodeCase, compare_decode, make_decode_inputs
+from dualmla_kernels.decode import mla_decode
 
 pytest.importorskip("triton")
-HERE = Path(__file__).parent
-NAN = 0x7FFF
-"""A bf16."""
-DTYPES = {"int32": np.int32, "float32": np.float32, "bfloat16": np.uint16}
+GFX942, GFX950 = "gfx942", "gfx950"
+SLOW = Mode(turn=8, delayed=True, watch_lds=True)
 
 
-@pytest.fixture(scope="module", params=["gfx942", "gfx950"])
-def compiled(request, tmp_path_factory):
-    """(arch, what `our_code.compiled_case` gives for each case), compiled in a process where Triton's interpreter is off."""
-    target = tmp_path_factory.mktemp("triton") / "kernels.pickle"
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(target.parent / "cache")
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    subprocess.run([sys.executable, HERE / "our_code.py", request.param, target], check=True, env=environment, cwd=HERE)
-    return request.param, pickle.loads(target.read_bytes())
+@pytest.fixture(autouse=True, scope="module")
+def registry():
+    """What a test registers is forgotten."""
+    before, known = dict(selection._registry), set(emulated._registered)
+    yield
+    selection._registry.clear()
+    selection._registry.update(before)
+    selection._candidates.cache_clear()
+    emulated._registered.clear()
+    emulated._registered.update(known)
 
 
-def paged(p: Latent, case: Case) -> dict[str, np.ndarray]:
-    """The inputs of a decode. Slots past a request's end hold NaN, table entries past its pages name no page."""
-    order = np.random.default_rng(1).permutation(sum(case.pages)).astype(np.int32)
-    cache = np.full((len(order), case.page_size, 576), NAN, np.uint16)
-    table = np.full((len(case.kv_lens), max(case.pages)), 2**31 - 1, np.int32)
-    for request, (length, pages) in enumerate(zip(case.kv_lens, case.pages, strict=True)):
-        table[request, :pages], order = order[:pages], order[pages:]
-        rows = np.full((pages * case.page_size, 576), NAN, np.uint16)
-        rows[:length] = p.kv[p.kv_indices[p.kv_indptr[request] : p.kv_indptr[request + 1]]]
-        cache[table[request, :pages]] = rows.reshape(pages, case.page_size, 576)
-    q = np.concatenate([p.q, np.full((case.padding, *p.q.shape[1:]), NAN, np.uint16)])
-    lengths, indptr = np.asarray(case.kv_lens, np.int32), np.asarray(p.qo_indptr, np.int32)
-    return {"q": q, "kv_cache": cache, "block_table": table, "seq_lens": lengths, "qo_indptr": indptr}
+def judged(problem, arch):
+    (draw,) = for_chip([lambda: problem], arch)
+    return judge(draw(), f"triton-{arch}")
 
 
-def replicated(finding: Finding) -> bool:
-    """Where waves hold the same numbers twice, Triton lets each store them: one instruction that two waves run."""
-    return finding.kind == "LDS race: two waves write, no barrier between" and finding.instruction == finding.other
+def check(problem, arch):
+    verdict = judged(problem, arch)
+    assert verdict.status == "pass", (verdict.findings, verdict.refusals)
+    assert verdict.execution.instructions > 0
+    assert all(note.endswith(REPLICATED) for note in verdict.notes)
 
 
-@pytest.mark.parametrize("mode", [Mode(), Mode(turn=8, delayed=True, watch_lds=True)], ids=["plain", "instrumented"])
-@pytest.mark.parametrize("name", CASES)
-def test_decode(compiled, name, mode):
-    """Every element inside the error budget; no finding: nothing unwritten is read, every load is waited for."""
-    arch, cases = compiled
-    case, (launches, tensors) = CASES[name], cases[name]
-    p = latent(case.kv_lens, heads=case.heads, query_lens=case.query_lens)
-    assert p.softmax_scale == SCALE
-    device, inputs = Device(arch), paged(p, case)
-    buffers = {
-        tensor: device.put(inputs[tensor]) if tensor in inputs else device.empty(shape, DTYPES[dtype])
-        for tensor, (shape, dtype) in tensors.items()
-    }
-    for launch in launches:
-        code = load_code_object(launch.binary, name=launch.name)
-        values = {key: buffers[value].address if isinstance(value, str) else value for key, value in launch.values.items()}
-        kernarg = pack_triton(launch.signature, values, launch.grid)
-        report = device.launch(code, grid=launch.grid, block=64 * launch.warps, kernarg=kernarg, lds_bytes=launch.shared, mode=mode)
-        assert report.program.unsupported == {}
-        assert [str(finding) for finding in report.findings if not replicated(finding)] == []
+@pytest.mark.parametrize(("arch", "case"), [*((GFX942, case) for case in DECODES), *((GFX950, case) for case in DECODES[::3])], ids=str)
+def test_decode(arch, case):
+    check(DecodeProblem.draw(case), arch)
 
-    expected, owned = p.reference(), sum(case.query_lens)
-    out, lse = from_bf16(buffers["out"].numpy()), buffers["lse"].numpy().T
-    assert (np.abs(out[:owned] - expected.out) / expected.budget(7, bf16_result=True)).max() < 1
-    np.testing.assert_allclose(lse[:owned], expected.lse, rtol=0, atol=1e-5)
-    assert (out[owned:] == 0).all()
-    assert (lse[owned:] == -np.inf).all()
+
+@pytest.mark.parametrize(("arch", "case"), [*((GFX942, case) for case in PREFILLS), (GFX950, PREFILLS[1])], ids=str)
+def test_prefill(arch, case):
+    check(PrefillProblem.draw(case), arch)
+
+
+@pytest.mark.parametrize(("arch", "case"), [(GFX942, WRITES[0]), *((GFX950, case) for case in WRITES)], ids=str)
+def test_cache_write(arch, case):
+    check(CacheProblem.draw(case), arch)
+
+
+@pytest.mark.parametrize("arch", [GFX942, GFX950])
+def test_merge(arch):
+    check(MergeProblem.draw(MERGES[0]), arch)
+
+
+@pytest.mark.parametrize(
+    ("arch", "problem"),
+    [(GFX942, LayerProblem(LAYERS[0])), (GFX950, LayerProblem(LAYERS[1])), (GFX942, REPLAYS[0])],
+    ids=["batch", "prefix", "replay"],
+)
+def test_layer(arch, problem):
+    """Cache write, prefill, gather, merge and decode together; a graph's replays."""
+    check(problem, arch)
+
+
+def test_a_kernel_for_a_cache_over_2_gib():
+    """It is compiled for 40,000 pages, of which only the first ones are there to be touched."""
+    inputs = make_decode_inputs(DecodeCase(seq_lens=(65, 130), page_size=64))
+    lse = torch.empty(16, 2)
+    reports = run_launcher(
+        GFX942, SLOW, mla_decode, inputs.q, block_table=inputs.meta.block_table, seq_lens=inputs.meta.seq_lens,
+        qo_indptr=inputs.meta.qo_indptr, max_query_len=1, softmax_scale=inputs.case.softmax_scale, causal=True, out=inputs.out, lse=lse,
+        kv_cache=inputs.kv_cache, written=("out", "lse"), rows={"kv_cache": 40_000},
+    )  # fmt: skip
+    assert compare_decode(inputs.out, lse, inputs).failures == []
+    small = run_launcher(
+        GFX942, Mode(), mla_decode, inputs.q, inputs.kv_cache, inputs.meta.block_table, inputs.meta.seq_lens, inputs.meta.qo_indptr, 1,
+        inputs.case.softmax_scale, causal=True, out=inputs.out, lse=lse, written=("out", "lse"),
+    )  # fmt: skip
+    (big,), (usual,) = ([r.program.code.image for r in found if "decode" in r.program.code.name] for found in (reports, small))
+    assert big != usual
+
+
+@pytest.mark.parametrize(
+    ("mutate", "kind", "told"),
+    [
+        (without_barriers, "race", "no barrier between"),
+        (lambda code: without_waits_before(code, "V_MFMA_F32_16X16X16_BF16"), "wait", "register used before its load was waited for"),
+    ],
+    ids=["barriers", "wait"],
+)
+def test_a_dropped_instruction_of_the_decode_is_found_and_named(monkeypatch, mutate, kind, told):
+    load = tensors.load_code_object
+    tensors._load.cache_clear()
+    monkeypatch.setattr(
+        tensors, "load_code_object", lambda data, name: mutate(load(data, name=name)) if name == "decode" else load(data, name=name)
+    )
+    verdict = judged(DecodeProblem.draw(DecodeCase(num_heads=128, seq_lens=(1, 40, 130))), "gfx942")
+    tensors._load.cache_clear()
+    assert verdict.status == "fail"
+    sentences = [finding.sentence for finding in verdict.findings if finding.kind == kind]
+    assert len(sentences) == 1, verdict.findings
+    assert sentences[0].startswith("decode: ")
+    assert told in sentences[0]
+
+
+def test_what_the_chip_can_not_run_is_refused_with_the_reason():
+    wrong_float8 = DecodeCase(seq_lens=(5,), kv_cache_dtype=torch.float8_e4m3fn, k_scale=0.5)
+    assert any("gfx942 computes with torch.float8_e4m3fnuz" in r for r in judge(DecodeProblem.draw(wrong_float8), "triton-gfx942").refusals)
+
+
+def test_code_with_an_unknown_instruction_is_refused_before_it_runs(monkeypatch):
+    load = tensors.load_code_object
+
+    def with_trap(data, name):
+        """The first instruction becomes `s_trap 0`."""
+        code = load(data, name=name)
+        image = bytearray(code.image)
+        image[code.descriptor.entry : code.descriptor.entry + 4] = 0xBF920000.to_bytes(4, "little")
+        return replace(code, image=bytes(image))
+
+    tensors._load.cache_clear()
+    monkeypatch.setattr(tensors, "load_code_object", with_trap)
+    verdict = judged(MergeProblem.draw(MERGES[0]), "gfx942")
+    tensors._load.cache_clear()
+    assert verdict.status == "refused"
+    assert verdict.refusals[0].startswith("merge, compiled for gfx942, can't be emulated: S_TRAP")
+
+
+def test_views_share_memory_and_what_is_not_written_stays():
+    device = Device("gfx942")
+    placed = Tensors(device)
+    whole = torch.arange(64.0)
+    twin, view = placed.place(whole), placed.place(whole[8:].view(7, 8)[:, 2:5])
+    assert placed.address(view) == placed.address(twin) + 10 * 4
+    assert (view.shape, view.stride(), view.dtype) == ((7, 3), (8, 1), torch.float32)
+    result = torch.full((4,), 7.0)
+    address = placed.address(placed.place(result, written=False))
+    assert not device.memory.written(address, 16).any()
+    placed.fetch()
+    assert result.tolist() == [7.0] * 4
+    made = torch.empty(3, device="meta")  # by a launcher
+    assert not device.memory.written(placed.address(made), 12).any()
+    assert placed.address(made[1:]) == placed.address(made) + 4

@@ -260,6 +260,7 @@ EXPECTED = {
     "V_AND_OR_B32": lambda a, b, c: a & b | c,
     "V_BFI_B32": lambda a, b, c: a & b | ~a & c,
     "V_LSHLREV_B32": lambda a, b: b << a % 32,
+    "V_LSHLREV_B16": lambda a, b: (b << a % 16) % (1 << 16),
     "V_LSHRREV_B32": lambda a, b: b >> a % 32,
     "V_ASHRREV_I32": lambda a, b: i32(b) >> a % 32,
     "V_LSHLREV_B64": lambda a, b: b << a % 64,
@@ -299,6 +300,7 @@ EXPECTED = {
     "V_MAX3_U32": max,
     "V_MED3_U32": lambda a, b, c: sorted((a, b, c))[1],
     "V_PERM_B32": perm,
+    "V_PACK_B32_F16": lambda a, b: a % (1 << 16) | b % (1 << 16) << 16,
     "V_ALIGNBIT_B32": lambda a, b, c: (a << 32 | b) >> c % 32,
     "V_ALIGNBYTE_B32": lambda a, b, c: (a << 32 | b) >> 8 * (c % 4),
     "V_CNDMASK_B32": lambda a, b, c: b if c else a,
@@ -345,6 +347,9 @@ EXPECTED = {
     "V_CVT_F16_F32": half,
     "V_CVT_F32_BF16": lambda a: np.uint32((a & 0xFFFF) << 16).view(np.float32),
     "V_CVT_PK_BF16_F32": lambda a, b: bf16(a) | bf16(b) << 16,
+    "V_CVT_PK_F16_F32": lambda a, b: half(a) | half(b) << 16,
+    "V_MAD_MIXLO_F16": lambda a, b, c: 0xABCD0000 | half(fma(a, b, c)),
+    "V_MAD_MIXHI_F16": lambda a, b, c: half(fma(a, b, c)) << 16 | 0x1234,
     "V_CVT_PK_FP8_F32.gfx942": lambda a, b: 0xABCD0000 | fnuz(a) | fnuz(b) << 8,
     "V_CVT_PK_FP8_F32.gfx950": lambda a, b: 0xABCD0000 | fn(a) | fn(b) << 8,
     "V_CVT_F32_FP8.gfx942": lambda a: E4M3FNUZ[a & 255],
@@ -378,6 +383,8 @@ ELSEWHERE = {
     "V_FMAC_F64": "test_modifiers",
     "V_FMAAK_F32": "test_modifiers",
     "V_FMAMK_F32": "test_modifiers",
+    "V_CVT_SCALEF32_PK_BF16_FP8": "test_modifiers",
+    "V_CVT_SCALEF32_PK_F32_FP8": "test_modifiers",
 }
 """Registered opcodes whose operands are not all in the usual places."""
 
@@ -417,7 +424,7 @@ def instruction(name: str, letters: str, results: str):  # noqa: PLR0911 - one a
         return vop3(name, V + 20, V, encoding="VOP3P")
     if name == "V_ACCVGPR_WRITE":
         return vop3(name, V + 20, V, encoding="VOP3P")
-    if name.startswith("V_PK_"):
+    if name.startswith(("V_PK_", "V_MAD_MIX")):
         return vop3(name, V + 20, *sources, encoding="VOP3P", neg_hi=0, opsel_hi=0, opsel_hi2=0)
     if name == "V_DIV_FMAS_F32":
         return vop3(name, V + 20, *sources)

@@ -9,14 +9,15 @@ import torch
 
 from dualmla.attention import MLAImpl
 from dualmla.backends.aiter import certificate, launch, prefill, probe, support
-from dualmla.backends.base import BackendUnavailable, DecodeCall, MLABackend, PrefillCall
+from dualmla.backends.base import BackendUnavailable, DecodeCall, PrefillCall
+from dualmla.backends.kernels import KernelMLABackend
 from dualmla.config import MLAConfig
 from dualmla.metadata import MLAMetadata
 
 logger = logging.getLogger("dualmla")
 
 
-class AiterMLABackend(MLABackend):
+class AiterMLABackend(KernelMLABackend):
     """AITER's `mla_decode_fwd` on gfx942 and gfx950, for the shapes its release does right."""
 
     name = "aiter"
@@ -108,17 +109,8 @@ class AiterMLABackend(MLABackend):
         units = torch.cuda.get_device_properties(q.device).multi_processor_count
         launch.decode(
             found.aiter, shape, q, kv_cache, meta, softmax_scale,
-            causal=causal, out=out, lse=lse, compute_units=units, captured=torch.cuda.is_current_stream_capturing(),
+            causal=causal, out=out, lse=lse, k_scale=k_scale, compute_units=units, captured=torch.cuda.is_current_stream_capturing(),
         )  # fmt: skip
-
-    @classmethod
-    def concat_and_cache_mla(
-        cls, kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, *, k_scale: float | torch.Tensor
-    ) -> None:
-        """As `MLABackend.concat_and_cache_mla`, with the kernel that all GPU backends share."""
-        from dualmla_kernels.kv_cache import concat_and_cache_mla
-
-        concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, k_scale=k_scale)
 
     @classmethod
     def mla_prefill(
@@ -149,38 +141,6 @@ class AiterMLABackend(MLABackend):
             found.aiter.attention, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale,
             causal=causal, out=out, lse=lse,
         )  # fmt: skip
-
-    @classmethod
-    def gather_kv_cache(
-        cls,
-        kv_cache: torch.Tensor,
-        block_table: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        seq_starts: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        k_scale: float | torch.Tensor,
-    ) -> None:
-        """As `MLABackend.gather_kv_cache`, with the kernel that all GPU backends share."""
-        from dualmla_kernels.kv_cache import gather_kv_cache
-
-        gather_kv_cache(kv_cache, block_table, cu_seqlens, seq_starts, out, k_scale=k_scale)
-
-    @classmethod
-    def merge_attn_states(
-        cls,
-        out_a: torch.Tensor,
-        lse_a: torch.Tensor,
-        out_b: torch.Tensor,
-        lse_b: torch.Tensor,
-        *,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> None:
-        """As `MLABackend.merge_attn_states`, with the kernel that all GPU backends share."""
-        from dualmla_kernels.merge_states import merge_attn_states
-
-        merge_attn_states(out_a, lse_a, out_b, lse_b, out=out, lse=lse)
 
 
 class AiterMLAImpl(MLAImpl):

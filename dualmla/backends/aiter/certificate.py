@@ -34,24 +34,28 @@ class Shape:
         num_heads: query heads on this rank.
         query_len: most query tokens a request of a decode; without a causal mask AITER is asked row by row, as for 1. 0: a prefill.
         return_lse: the LSE of a decode is wanted; a prefill has it always.
+        kv_cache_dtype: of the cache that a decode reads, such as "float8_e4m3fnuz".
     """
 
     operation: str
     num_heads: int
     query_len: int
     return_lse: bool
+    kv_cache_dtype: str = "bfloat16"
 
     @classmethod
     def of(cls, call: DecodeCall | PrefillCall) -> Shape:
         """The shape of a call that AITER does not refuse."""
         if isinstance(call, PrefillCall):
             return cls("prefill", call.num_heads, 0, True)
-        return cls("decode", call.num_heads, call.max_query_len if call.causal else 1, call.return_lse)
+        dtype = str(call.kv_cache_dtype).removeprefix("torch.")
+        return cls("decode", call.num_heads, call.max_query_len if call.causal else 1, call.return_lse, dtype)
 
     def __str__(self) -> str:
         if self.operation == "prefill":
             return f"prefill of {self.num_heads} heads"
-        return f"decode of {self.num_heads} heads, {self.query_len} query tokens{' and the LSE' if self.return_lse else ''}"
+        over = "" if self.kv_cache_dtype == "bfloat16" else f" over a {self.kv_cache_dtype} cache"
+        return f"decode of {self.num_heads} heads, {self.query_len} query tokens{' and the LSE' if self.return_lse else ''}{over}"
 
 
 @dataclass(frozen=True)

@@ -119,6 +119,16 @@ def _find_out(device: torch.device) -> Aiter | str:
     called = f"AITER {installed.version}"
     if failure := trial.run(installed.package, device):
         return f"{called} {failure}"
+    return imported(installed, yet="passed its trial in a subprocess, yet ")
+
+
+def imported(installed: Installed, yet: str = "") -> Aiter | str:
+    """AITER as `find_aiter` found it, imported into this process, or why it can't be. What a failure leaves is undone.
+
+    Arguments:
+        yet: what the reason says before that it can't be imported.
+    """
+    called = f"AITER {installed.version}"
     try:
         with undone_on_failure(installed.package):
             return describe(importlib.import_module("aiter"), importlib.import_module("aiter.mla"), installed.version)
@@ -127,7 +137,7 @@ def _find_out(device: torch.device) -> Aiter | str:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit is one of the ways it fails
-        return f"{called} passed its trial in a subprocess, yet can't be imported here: {trial.described(error)}"
+        return f"{called} {yet}can't be imported here: {trial.described(error)}"
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from dualmla.backends.aiter.planner import Planner, find_planner
 from dualmla.backends.aiter.prefill import PASSED as PREFILL_PASSED
 
 # What each generation added, oldest first. S6 added no parameter: there the LSE is really written.
@@ -29,6 +30,10 @@ GENERATIONS = ("S0", "S1", "S2", "S3", "S4", "S5", "S6", "S7", "S8")
 
 ALWAYS_PASSED = ("q", "kv_buffer", "o", "kv_indptr", "kv_indices", "kv_last_page_lens", "sm_scale", "num_kv_splits")
 PASSED_WHERE_KNOWN = ("qo_indptr", "max_seqlen_q", "num_kv_splits_indptr", "page_size", "return_lse", "causal")
+PERSISTENT = (
+    "work_meta_data", "work_indptr", "work_info_set", "reduce_indptr", "reduce_final_map", "reduce_partial_map", "q_scale", "kv_scale",
+)  # fmt: skip
+"""What a persistent decode is passed beside: the plan, and the scales of a float8 cache."""
 
 
 class UnknownSignature(ValueError):  # noqa: N818 - a finding about somebody else's code, not a mistake of the caller
@@ -43,11 +48,13 @@ class Signature:
         generation: "S0" to "S8".
         parameters: the names it takes.
         writes_lse: its second stage stores the LSE of a non-persistent decode; before, the memory returned was never written.
+        persistent: it takes a plan, and the release has functions that make one in a form that we know.
     """
 
     generation: str
     parameters: frozenset[str]
     writes_lse: bool
+    persistent: bool = False
 
     @property
     def honours_split_indptr(self) -> bool:
@@ -65,6 +72,7 @@ class Aiter:
         version: of the distribution, for messages alone.
         forget_splits: empties the cache that holds the split indptr of the last call; None where there is none.
         attention: `aiter.flash_attn_varlen_func`; None where there is none that takes what we pass.
+        planner: what plans persistent decodes; None where `signature.persistent` is False.
     """
 
     decode: Callable[..., Any]
@@ -72,14 +80,16 @@ class Aiter:
     version: str
     forget_splits: Callable[[], None] | None
     attention: Callable[..., Any] | None
+    planner: Planner | None
 
 
-def read_signature(parameters: Iterable[inspect.Parameter], *, writes_lse: bool) -> Signature:
+def read_signature(parameters: Iterable[inspect.Parameter], *, writes_lse: bool, plans: bool = False) -> Signature:
     """The generation of a `mla_decode_fwd` with these parameters.
 
     Arguments:
         parameters: of the function, as `inspect.signature` gives them.
         writes_lse: whether its second stage takes `Final_lse`.
+        plans: whether there are functions that plan a persistent decode.
 
     Raises:
         UnknownSignature: a parameter that we pass is missing, or one without a default is new.
@@ -103,7 +113,7 @@ def read_signature(parameters: Iterable[inspect.Parameter], *, writes_lse: bool)
             generation = name
     if generation == "S5" and writes_lse:
         generation = "S6"
-    return Signature(generation, names, writes_lse and "return_lse" in names)
+    return Signature(generation, names, writes_lse and "return_lse" in names, plans and names.issuperset(PERSISTENT))
 
 
 def describe(package: ModuleType, mla: ModuleType, version: str) -> Aiter:
@@ -112,12 +122,14 @@ def describe(package: ModuleType, mla: ModuleType, version: str) -> Aiter:
     Raises:
         UnknownSignature: as `read_signature`.
     """
-    second_stage = getattr(mla, "_fwd_kernel_stage2_asm", None)
+    second_stage, planner = getattr(mla, "_fwd_kernel_stage2_asm", None), find_planner(package)
     signature = read_signature(
-        inspect.signature(mla.mla_decode_fwd).parameters.values(), writes_lse="Final_lse" in getattr(second_stage, "arg_names", ())
+        inspect.signature(mla.mla_decode_fwd).parameters.values(),
+        writes_lse="Final_lse" in getattr(second_stage, "arg_names", ()),
+        plans=planner is not None,
     )
     forget = getattr(getattr(mla, "get_meta_param", None), "cache_clear", None)
     attention = getattr(package, "flash_attn_varlen_func", None)
     if attention is not None and not set(PREFILL_PASSED) <= set(inspect.signature(attention).parameters):
         attention = None
-    return Aiter(mla.mla_decode_fwd, signature, version, forget, attention)
+    return Aiter(mla.mla_decode_fwd, signature, version, forget, attention, planner if signature.persistent else None)

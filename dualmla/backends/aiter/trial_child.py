@@ -46,7 +46,7 @@ def attempt(device: torch.device) -> str:
     units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     decode(
         aiter, LaunchShape(HEADS, 1), q, kv_cache, meta, SOFTMAX_SCALE,
-        causal=True, out=out, lse=None, compute_units=units, captured=False,
+        causal=True, out=out, lse=None, k_scale=1.0, compute_units=units, captured=False,
     )  # fmt: skip
 
     expected = torch.empty(out.shape, dtype=torch.float64, device=device)

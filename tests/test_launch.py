@@ -1,0 +1,256 @@
+"""Launching again what was launched before: told apart as Triton tells it apart, and launched with what Triton launches with.
+
+A driver of no GPU stands in for a real one: kernels are compiled, what would be launched is written down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.runtime.jit import create_function_from_signature
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from dualmla_kernels import ready
+from dualmla_kernels.launch import launch
+from dualmla_kernels.ready import launch_ready, sort
+
+GFX942 = GPUTarget("hip", "gfx942", 64)
+
+
+@triton.jit
+def scale_rows(x_ptr, y_ptr, factor, rows, stride, SIZE: tl.constexpr, ADD: tl.constexpr = 1):
+    on = tl.arange(0, SIZE)
+    for r in range(rows):
+        x = tl.load(x_ptr + r * stride + on)
+        if y_ptr is not None:
+            tl.store(y_ptr + r * stride + on, x * factor + ADD)
+
+
+@triton.jit
+def constant_first(SIZE: tl.constexpr, x_ptr):
+    tl.store(x_ptr + tl.arange(0, SIZE), 0.0)
+
+
+class Recorder:
+    """In place of Triton's driver of a GPU: what would be launched."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+        self.plain = 0
+        self.utils = self
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 1234 + device
+
+    def get_current_target(self) -> GPUTarget:
+        return GFX942
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 65536}
+
+    def load_binary(self, *args: Any) -> tuple[Any, ...]:
+        return object(), object(), 0, 0, 1024
+
+    def unload_module(self, module: object) -> None:
+        pass
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        """What Triton makes of a kernel: called with grid, stream, function, its metadata, that of the launch, two hooks, arguments."""
+        constants = {path[0] for path in source.constants}
+
+        def run(
+            x: int, y: int, z: int, stream: int, function: Any, packed: Any, launch_metadata: Any, enter: Any, leave: Any, *args: Any
+        ) -> None:
+            given = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args]
+            passed = [value for i, value in enumerate(given) if i not in constants]
+            self.launches.append((x, y, z, stream, function, packed, len(args), *passed))
+
+        return run
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+    """The driver, an empty memory of launches, and a count of those that went Triton's way."""
+    recorder, run = Recorder(), triton.JITFunction.run
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        recorder.plain += 1
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(triton.JITFunction, "run", counted)
+    monkeypatch.setattr(ready, "_launched", {})
+    triton.runtime.driver.set_active(recorder)
+    yield recorder
+    ready._launched.clear()
+    for kernel in (scale_rows, constant_first):
+        kernel.device_caches.clear()  # kernels are unloaded by the driver that loaded them
+    triton.runtime.driver.set_active(None)
+
+
+def call(*args: Any, kernel: Any = scale_rows, grid: tuple[int, ...] = (3,), **kwargs: Any) -> None:
+    launch_ready(kernel, grid, 0, args, {"SIZE": 64, "num_warps": 4} | kwargs)
+
+
+def test_the_second_launch_is_triton_s(recorder: Recorder) -> None:
+    """The same kernel with the same arguments, on the current stream, with this launch's grid."""
+    x, y = torch.zeros(2, 64), torch.zeros(2, 64)
+    call(x, y, 0.5, 2, 64)
+    call(x, y, 0.5, 2, 64)
+    assert recorder.plain == 1
+    first, second = recorder.launches
+    assert second == first
+    assert first[:4] == (3, 1, 1, 1234)
+    assert first[6:] == (7, x.data_ptr(), y.data_ptr(), 0.5, 2, 64)
+    call(y, x, 0.25, 7, 48, grid=(5, 2))
+    assert recorder.plain == 1
+    assert recorder.launches[-1] == (5, 2, 1, *first[3:7], y.data_ptr(), x.data_ptr(), 0.25, 7, 48)
+
+
+def test_what_compiles_differently_is_launched_by_triton_first(recorder: Recorder) -> None:
+    x = torch.zeros(3, 64)
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((x, x, 0.5, 2, 64), {}),
+        ((x, None, 0.5, 2, 64), {}),
+        ((x[:, 1:], x, 0.5, 2, 64), {}),
+        ((x.bfloat16(), x, 0.5, 2, 64), {}),
+        ((x, x, 0.5, 2, 65), {}),
+        ((x, x, 0.5, 1, 64), {}),
+        ((x, x, 0.5, 2, 2**40), {}),
+        ((x, x, 0.5, 2, 64), {"SIZE": 32}),
+        ((x, x, 0.5, 2, 64), {"ADD": 2}),
+        ((x, x, 0.5, 2, 64), {"num_warps": 2}),
+    ]
+    for args, kwargs in calls * 2:
+        call(*args, **kwargs)
+    assert recorder.plain == len(calls)
+    half = len(calls)
+    assert recorder.launches[half:] == recorder.launches[:half]
+    assert len({id(launch[4]) for launch in recorder.launches}) == half, "each was compiled for itself"
+
+
+def test_the_tensors_device_is_current_in_a_launch(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each device has its own compiled kernel and stream; afterwards the caller's device is current again."""
+    current = [0]
+
+    @contextmanager
+    def made_current(device: torch.device) -> Iterator[None]:
+        before, current[0] = current[0], device.index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", made_current)
+    monkeypatch.setattr(recorder, "get_current_device", lambda: current[0])
+    x = torch.zeros(2, 64)
+    for index in (1, 1, 0, 0, 1):
+        launch(scale_rows, (3,), torch.device("cuda", index), x, x, 0.5, 2, 64, SIZE=64, num_warps=4)
+        assert recorder.launches[-1][3] == 1234 + index
+        assert current == [0]
+    assert recorder.plain == 2
+    functions = [run[4] for run in recorder.launches]
+    assert functions[0] is functions[1] is functions[4]
+    assert functions[2] is functions[3]
+    assert functions[0] is not functions[2]
+
+
+VALUES: dict[str, Any] = {
+    f"int {n}": n for n in (0, 1, -1, 2, 15, 16, 17, -16, 2**31 - 1, 2**31 - 16, 2**31, 2**31 + 1, -(2**31), -(2**31) - 1, -(2**40))
+}
+VALUES |= {f"int {n}": n for n in (2**63 - 1, 2**63 - 16, 2**63, 2**63 + 1, 2**64 - 16, 2**64 - 1)}
+VALUES |= {"True": True, "False": False, "0.5": 0.5, "1.0": 1.0, "None": None}
+for _dtype in (torch.float32, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.float8_e4m3fn, torch.float8_e4m3fnuz):
+    _whole = torch.zeros(64, dtype=_dtype)
+    VALUES |= {
+        f"{_dtype}": _whole,
+        f"{_dtype}, shifted": _whole[1:],
+        f"{_dtype}, 16 bytes on": _whole.view(torch.uint8)[16:32].view(_dtype),
+    }
+    VALUES |= {f"{_dtype}, a parameter": torch.nn.Parameter(_whole, requires_grad=False)}
+    VALUES |= {f"{_dtype}, {size} bytes": torch.empty(size // _dtype.itemsize, dtype=_dtype, device="meta") for size in (2**31 - 8, 2**31)}
+
+
+for _dtype, _block in ((torch.bfloat16, [16, 64]), (torch.float16, [16, 64]), (torch.bfloat16, [16, 32]), (torch.bfloat16, [32, 32])):
+    _rows = torch.zeros(64, 128, dtype=_dtype)
+    VALUES[f"block {_block} of {_dtype}"] = TensorDescriptor(_rows, [64, 128], [128, 1], _block)
+    VALUES[f"block {_block} of {_dtype}, elsewhere"] = TensorDescriptor(_rows[16:], [40, 64], [128, 1], _block)
+    for _width in (32, 64):
+        _layout = NVMMASharedLayout(swizzle_byte_width=_width, element_bitwidth=16, rank=2)
+        VALUES[f"block {_block} of {_dtype}, layout {_width}"] = GluonDescriptor(_rows, [64, 128], [128, 1], _block, _layout)
+
+
+@pytest.mark.parametrize("target", [GFX942, GPUTarget("cuda", 90, 32)], ids=["AMD", "NVIDIA"])
+@pytest.mark.parametrize("options", [{}, {"do_not_specialize": ["x"]}, {"do_not_specialize_on_alignment": ["x"]}], ids=str)
+def test_kinds_tell_apart_what_triton_tells_apart(monkeypatch: pytest.MonkeyPatch, target: GPUTarget, options: dict[str, Any]) -> None:
+    """By Triton's own word for each argument; values of one kind are compiled for alike."""
+    monkeypatch.setattr(torch.version, "hip", "7.0" if target.backend == "hip" else None)
+
+    def kernel(x):
+        pass
+
+    jitted = triton.JITFunction(kernel, **options)
+    of = create_function_from_signature(jitted.signature, jitted.params, make_backend(target))
+    said: dict[Any, dict[str, list[str]]] = {}
+    for name, value in VALUES.items():
+        kinds, _ = sort((value,))
+        _, specialization, _ = of(value)
+        said.setdefault(kinds[0], {}).setdefault(str(specialization), []).append(name)
+    assert len(said) > 20
+    assert {str(kind): by for kind, by in said.items() if len(by) > 1} == {}
+
+
+def test_other_arguments_go_triton_s_way(recorder: Recorder) -> None:
+    """A tuple has no kind; constants that are no keywords, or do not come last, are not looked at."""
+    x = torch.zeros(64)
+    assert sort((x, (1, 2), 3)) == sort((x,))
+    for _ in range(2):
+        launch_ready(constant_first, (1,), 0, (64, x), {"num_warps": 4})
+        launch_ready(scale_rows, (1,), 0, (x, x, 0.5, 2, 64, 64), {"num_warps": 4})
+    assert recorder.plain == 4
+    assert ready._launched == {}
+
+
+def test_hooks_hear_of_every_launch(recorder: Recorder) -> None:
+    """Triton tells them, so they are left to it."""
+
+    def hook(metadata: Any) -> None:
+        """What a profiler adds."""
+
+    x = torch.zeros(2, 64)
+    call(x, x, 0.5, 2, 64)
+    triton.knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        call(x, x, 0.5, 2, 64)
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(hook)
+    call(x, x, 0.5, 2, 64)
+    assert recorder.plain == 2
+
+
+def test_other_versions_of_triton_launch_themselves(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ready, "RULES_KNOWN", False)
+    x = torch.zeros(2, 64)
+    for _ in range(3):
+        call(x, x, 0.5, 2, 64)
+    assert recorder.plain == 3
+
+
+def test_what_is_remembered_is_bounded(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ready, "MOST", 2)
+    x = torch.zeros(2, 64)
+    for rows in (1, 2, 16, 1):
+        call(x, x, 0.5, rows, 64)
+    assert recorder.plain == 4
+    assert len(ready._launched) == 2
