@@ -249,6 +249,15 @@ def test_no_bound_is_too_loose_for_a_grid(arch: str, bound: int, tokens: int) ->
     assert all(launch.grid == (2 * 2 * 1,) for launch in launches)
 
 
+def test_out_may_be_a_part_of_q(backend: str) -> None:
+    """In memory that nobody needs any more. On a CPU: the kernels of a GPU have their own ways of reading ahead."""
+    case = PrefillCase(query_lens=(70, 3), key_lens=(75, 9), dtype=FP32)
+    want, _ = run_prefill(make_prefill_inputs(case, "cpu"), backend)
+    inputs = make_prefill_inputs(case, "cpu")
+    got, _ = run_prefill(dataclasses.replace(inputs, out=inputs.q[..., :128]), backend)
+    assert_bits_equal(got, want, "out in place of q")
+
+
 def test_one_key_head_for_all_by_a_stride_of_zero(device: torch.device, backend: str) -> None:
     inputs = make_prefill_inputs(PrefillCase(num_heads=4, query_lens=(40,), dtype=FP32), device)
     k, v = (x[:, :1].expand(-1, 4, -1) for x in (inputs.k, inputs.v))

@@ -80,7 +80,7 @@ class ReferenceMLABackend(MLABackend):
         """As `MLABackend.mla_decode`; `num_kv_splits` changes nothing, since nothing is split."""
         rank = out.shape[-1]
         k_scale = float(k_scale)
-        out.zero_()
+        result = torch.zeros_like(out)  # `out` may be a part of `q`, which the kernels read first too
         if lse is not None:
             lse.fill_(float("-inf"))
         first = meta.qo_indptr.tolist()
@@ -88,9 +88,10 @@ class ReferenceMLABackend(MLABackend):
             tokens = slice(first[request], first[request + 1])
             rows = latent_rows(kv_cache, meta.block_table[request], length)[:, None].double() * k_scale
             o, row_lse = attend(q[tokens], rows, rows[..., :rank], softmax_scale, causal=causal)
-            out[tokens] = o.to(out.dtype)
+            result[tokens] = o.to(out.dtype)
             if lse is not None:
                 lse[:, tokens] = row_lse.float()
+        out.copy_(result)
 
     @classmethod
     def concat_and_cache_mla(
@@ -123,14 +124,15 @@ class ReferenceMLABackend(MLABackend):
         lse: torch.Tensor | None,
     ) -> None:
         """As `MLABackend.mla_prefill`."""
-        out.zero_()
+        result = torch.zeros_like(out)
         if lse is not None:
             lse.fill_(float("-inf"))
         for queries, keys in zip(_spans(cu_seqlens_q), _spans(cu_seqlens_k), strict=True):
             o, row_lse = attend(q[queries], k[keys], v[keys], softmax_scale, causal=causal)
-            out[queries] = o.to(out.dtype)
+            result[queries] = o.to(out.dtype)
             if lse is not None:
                 lse[:, queries] = row_lse.float()
+        out.copy_(result)
 
     @classmethod
     def gather_kv_cache(
