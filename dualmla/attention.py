@@ -185,7 +185,9 @@ class MLAImpl:
             output.zero_()
             return
         nope, rope = q[..., : cfg.qk_nope_head_dim], q[..., cfg.qk_nope_head_dim :]
-        absorbed = torch.cat([torch.bmm(nope.transpose(0, 1), self.w_uk).transpose(0, 1), rope], -1)
+        absorbed = torch.empty(*q.shape[:2], cfg.latent_dim, dtype=cfg.dtype, device=q.device)
+        torch.bmm(nope.transpose(0, 1), self.w_uk, out=absorbed[..., : cfg.kv_lora_rank].transpose(0, 1))  # by `out`: autocast keeps off
+        absorbed[..., cfg.kv_lora_rank :] = rope
         latent = torch.empty(q.shape[0], cfg.num_heads, cfg.kv_lora_rank, dtype=cfg.dtype, device=q.device)
         self.ops.mla_decode(
             absorbed, kv_cache, meta, cfg.softmax_scale, causal=True, out=latent, lse=None, k_scale=k_scale, num_kv_splits=None

@@ -2,7 +2,8 @@
 
 An operator's implementation is the function itself, with all its checks; its fake one says what shapes come out. What is no
 tensor travels as a handle: a layer as its number, a metadata as its number in a tensor, so that the next batch runs the
-same graph. Defined with `Library.define`, a call costs a few microseconds; `torch.library.custom_op` takes ten times that.
+same graph. A given `out` tells an operator what its result must look like; the graph copies it there. Defined with
+`Library.define`, a call costs a few microseconds; `torch.library.custom_op` takes ten times that.
 """
 
 from __future__ import annotations
@@ -39,10 +40,16 @@ def _listed(result: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> list[to
     return [result] if isinstance(result, torch.Tensor) else list(result)
 
 
-def _out_and_lse(q: torch.Tensor, dim: int, return_lse: bool) -> list[torch.Tensor]:
+def _like(out: torch.Tensor | None) -> torch.Tensor | None:
+    """Memory for the result of an operator that is to be copied into `out`: refused where `out` would be."""
+    return None if out is None else torch.empty_like(out)
+
+
+def _out_and_lse(q: torch.Tensor, dim: int, return_lse: bool, out: torch.Tensor | None) -> list[torch.Tensor]:
     """What attention of the queries [T, H, ...] returns."""
     tokens, heads = q.shape[:2]
-    return [q.new_empty(tokens, heads, dim), *([q.new_empty(heads, tokens, dtype=torch.float32)] if return_lse else [])]
+    first = q.new_empty(tokens, heads, dim) if out is None else torch.empty_like(out)
+    return [first, *([q.new_empty(heads, tokens, dtype=torch.float32)] if return_lse else [])]
 
 
 def _nothing(*_: Any) -> None:
@@ -50,14 +57,15 @@ def _nothing(*_: Any) -> None:
 
 
 def _fake_decode(
-    q: torch.Tensor, kv_cache: torch.Tensor, meta: torch.Tensor, rank: int, scale: float, causal: bool, lse: bool, *_: Any
-) -> Any:
-    return _out_and_lse(q, rank, lse)
+    q: torch.Tensor, kv_cache: torch.Tensor, meta: torch.Tensor, rank: int, scale: float, causal: bool, return_lse: bool,
+    k_scale_tensor: torch.Tensor | None, k_scale: float | None, num_kv_splits: int | None, out: torch.Tensor | None, backend: str | None,
+) -> list[torch.Tensor]:  # fmt: skip
+    return _out_and_lse(q, rank, return_lse, out)
 
 
 @_define(
     "mla_decode(Tensor q, Tensor kv_cache, Tensor meta, SymInt kv_lora_rank, float softmax_scale, bool causal, bool return_lse, "
-    "Tensor? k_scale_tensor, float? k_scale, int? num_kv_splits, str? backend) -> Tensor[]",
+    "Tensor? k_scale_tensor, float? k_scale, int? num_kv_splits, Tensor? out, str? backend) -> Tensor[]",
     fake=_fake_decode,
 )
 def _decode(
@@ -71,6 +79,7 @@ def _decode(
     k_scale_tensor: torch.Tensor | None,
     k_scale: float | None,
     num_kv_splits: int | None,
+    out: torch.Tensor | None,
     backend: str | None,
 ) -> list[torch.Tensor]:
     result = ops.mla_decode(
@@ -79,7 +88,7 @@ def _decode(
         MLAMetadata.of_handle(meta),
         softmax_scale,
         causal=causal,
-        out=q.new_empty(*q.shape[:2], kv_lora_rank),
+        out=q.new_empty(*q.shape[:2], kv_lora_rank) if out is None else torch.empty_like(out),
         return_lse=return_lse,
         k_scale=k_scale if k_scale_tensor is None else k_scale_tensor,
         num_kv_splits=num_kv_splits,
@@ -90,21 +99,24 @@ def _decode(
 
 def _fake_prefill(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, max_q: int, max_k: int, scale: float,
-    causal: bool, return_lse: bool, backend: str | None,
+    causal: bool, return_lse: bool, out: torch.Tensor | None, backend: str | None,
 ) -> list[torch.Tensor]:  # fmt: skip
-    return _out_and_lse(q, v.shape[2], return_lse)
+    return _out_and_lse(q, v.shape[2], return_lse, out)
 
 
 @_define(
     "mla_prefill(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-    "float softmax_scale, bool causal, bool return_lse, str? backend) -> Tensor[]",
+    "float softmax_scale, bool causal, bool return_lse, Tensor? out, str? backend) -> Tensor[]",
     fake=_fake_prefill,
 )
 def _prefill(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, max_q: int, max_k: int, scale: float,
-    causal: bool, return_lse: bool, backend: str | None,
+    causal: bool, return_lse: bool, out: torch.Tensor | None, backend: str | None,
 ) -> list[torch.Tensor]:  # fmt: skip
-    return _listed(ops.mla_prefill(q, k, v, cu_q, cu_k, max_q, max_k, scale, causal=causal, return_lse=return_lse, backend=backend))
+    out = _like(out)
+    return _listed(
+        ops.mla_prefill(q, k, v, cu_q, cu_k, max_q, max_k, scale, causal=causal, out=out, return_lse=return_lse, backend=backend)
+    )
 
 
 @_define(
@@ -134,21 +146,20 @@ def _gather(
 
 
 def _fake_merge(
-    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor, dtype: torch.dtype | None, backend: str | None
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor, out: torch.Tensor | None, backend: str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    dtype = torch.promote_types(out_a.dtype, out_b.dtype) if dtype is None else dtype
-    return out_a.new_empty(out_a.shape, dtype=dtype), lse_a.new_empty(lse_a.shape)
+    merged = out_a.new_empty(out_a.shape, dtype=torch.promote_types(out_a.dtype, out_b.dtype)) if out is None else torch.empty_like(out)
+    return merged, lse_a.new_empty(lse_a.shape)
 
 
 @_define(
-    "merge_attn_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, ScalarType? dtype, str? backend) -> (Tensor, Tensor)",
+    "merge_attn_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, Tensor? out, str? backend) -> (Tensor, Tensor)",
     fake=_fake_merge,
 )
 def _merge(
-    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor, dtype: torch.dtype | None, backend: str | None
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor, out: torch.Tensor | None, backend: str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out = None if dtype is None else out_a.new_empty(out_a.shape, dtype=dtype)
-    return ops.merge_attn_states(out_a, lse_a, out_b, lse_b, out=out, backend=backend)
+    return ops.merge_attn_states(out_a, lse_a, out_b, lse_b, out=_like(out), backend=backend)
 
 
 @_define(

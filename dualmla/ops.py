@@ -72,7 +72,7 @@ def mla_decode(
     """
     if torch.compiler.is_compiling():
         rank = split_latent(q.shape[2], meta, out)
-        arguments = (meta.handle, rank, softmax_scale, causal, return_lse, *scale_arguments(k_scale), num_kv_splits, backend)
+        arguments = (meta.handle, rank, softmax_scale, causal, return_lse, *scale_arguments(k_scale), num_kv_splits, out, backend)
         return _given(out, torch.ops.dualmla.mla_decode(q, kv_cache, *arguments))
     check_tensor("q", q, rank=3, dtypes=COMPUTE_DTYPES, device=None)
     tokens, heads, latent_dim = q.shape
@@ -145,7 +145,7 @@ def mla_prefill(
         BackendUnavailable: a forced backend can't do this call.
     """
     if torch.compiler.is_compiling():
-        arguments = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, return_lse, backend)
+        arguments = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, return_lse, out, backend)
         return _given(out, torch.ops.dualmla.mla_prefill(q, k, v, *arguments))
     check_tensor("q", q, rank=3, dtypes=COMPUTE_DTYPES, device=None)
     tokens, heads, head_dim = q.shape
@@ -281,7 +281,7 @@ def merge_attn_states(
         BackendUnavailable: a forced backend can't be used on this device.
     """
     if torch.compiler.is_compiling():
-        merged, merged_lse = torch.ops.dualmla.merge_attn_states(out_a, lse_a, out_b, lse_b, None if out is None else out.dtype, backend)
+        merged, merged_lse = torch.ops.dualmla.merge_attn_states(out_a, lse_a, out_b, lse_b, out, backend)
         return (merged if out is None else out.copy_(merged)), merged_lse
     check_tensor("out_a", out_a, rank=3, dtypes=COMPUTE_DTYPES, device=None)
     shape, device = tuple(out_a.shape), out_a.device

@@ -230,6 +230,20 @@ def test_gather_honours_strides(width: int, device: torch.device, backend: str) 
     assert bool(out[:, width:].isnan().all())
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1)])
+def test_k_scale_of_any_rank(shape: tuple[int, ...], device: torch.device, backend: str) -> None:
+    """One element is one element, however many dimensions it comes with."""
+    kv_c, k_pe = rows(3, device, FP32)
+    cache = torch.zeros(3, 1, RANK + ROPE, device=device)
+    scale, slots = torch.full(shape, 2.0, device=device), torch.arange(3, device=device)
+    dualmla.concat_and_cache_mla(kv_c, k_pe, cache, slots, k_scale=scale, backend=backend)
+    assert_bits_equal(cache[:, 0], torch.cat([kv_c, k_pe], 1) / 2, "cache")
+    ints = [torch.tensor(x, dtype=torch.int32, device=device) for x in ([[0, 1, 2]], [0, 3], [0])]
+    out = torch.full((3, RANK + ROPE), math.nan, device=device)
+    dualmla.gather_kv_cache(cache, *ints, out, k_scale=scale, backend=backend)
+    assert_bits_equal(out, torch.cat([kv_c, k_pe], 1), "gathered rows")
+
+
 def test_gather_nothing(device: torch.device, backend: str) -> None:
     cache = poisoned(2, 4, 48, BF16, device)
     out = torch.full((3, 48), math.nan, dtype=BF16, device=device)

@@ -66,6 +66,15 @@ def test_context_shorter_than_the_query(kv_len: int, causal: bool, device: torch
     check(DecodeCase(num_heads=3, seq_lens=(kv_len, 70), query_lens=(9, 2), page_size=3, causal=causal), device, backend)
 
 
+@pytest.mark.parametrize(("dtype", "splits"), [(BF16, None), (BF16, 2), (FP16, None)], ids=str)
+def test_scores_far_above_those_of_the_last_keys(dtype: torch.dtype, splits: int | None, device: torch.device, backend: str) -> None:
+    """By more than 2^64, which a maximum taken from the last tile alone does not bear."""
+    case = DecodeCase(
+        num_heads=24, seq_lens=(300, 64, 129), page_size=64, dtype=dtype, num_kv_splits=splits, data="peaked", softmax_scale=1.0
+    )
+    check(case, device, backend)
+
+
 SIZES = [(rank, rope) for rank, rope in itertools.product((32, 64, 128, 256, 512), (16, 48, 64, 80, 128))]
 
 

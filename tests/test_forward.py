@@ -293,6 +293,16 @@ def test_output_is_made_where_none_is_given(device: torch.device, backend: str) 
     assert_bits_equal(out, want, "output")
 
 
+@pytest.mark.parametrize("dtype", [FP32, FP16])
+def test_autocast_changes_no_bits(dtype: torch.dtype, path: str, device: torch.device, backend: str) -> None:
+    """The layer's dtype is its config's: a region of autocast around it neither rounds its projections nor mixes its dtypes."""
+    case = LayerCase(seq_lens=(9, 50), query_lens=(1, 5), dtype=dtype)
+    want = run_layer(make_layer_inputs(case, device), backend)
+    with torch.autocast(device.type, dtype=BF16):
+        got = run_layer(make_layer_inputs(case, device), backend)
+    assert_bits_equal(got, want, "output")
+
+
 def test_same_bits_each_time(path: str, device: torch.device, backend: str) -> None:
     case = LayerCase(seq_lens=(70, 40, 90), query_lens=(1, 5, 20), padding_tokens=1)
     want = run_layer(make_layer_inputs(case, device), backend, context_workspace_tokens=32)

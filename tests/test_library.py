@@ -65,18 +65,21 @@ def merge_arguments(device: torch.device) -> list[torch.Tensor]:
 # the operators -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("return_lse", [True, False])
-def test_opcheck_decode(return_lse: bool, device: torch.device, backend: str) -> None:
+@pytest.mark.parametrize(("return_lse", "given_out"), [(True, False), (False, True)])
+def test_opcheck_decode(return_lse: bool, given_out: bool, device: torch.device, backend: str) -> None:
     inputs = make_decode_inputs(DecodeCase(num_heads=2, seq_lens=(9, 5), dtype=FP32), device)
     inputs.kv_cache.nan_to_num_()  # opcheck compares arguments, and NaN is not itself
-    opcheck(OPS.mla_decode, (inputs.q, inputs.kv_cache, inputs.meta.handle, 512, 0.1, True, return_lse, None, None, None, backend))
+    out = torch.zeros_like(inputs.out) if given_out else None
+    opcheck(OPS.mla_decode, (inputs.q, inputs.kv_cache, inputs.meta.handle, 512, 0.1, True, return_lse, None, None, None, out, backend))
 
 
-@pytest.mark.parametrize("return_lse", [True, False])
-def test_opcheck_prefill(return_lse: bool, device: torch.device, backend: str) -> None:
+@pytest.mark.parametrize(("return_lse", "given_out"), [(True, False), (False, True)])
+def test_opcheck_prefill(return_lse: bool, given_out: bool, device: torch.device, backend: str) -> None:
     inputs = prefill_inputs(device)
+    out = torch.zeros_like(inputs.out) if given_out else None
     opcheck(
-        OPS.mla_prefill, (inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_q, inputs.cu_seqlens_k, 8, 30, 0.1, True, return_lse, backend)
+        OPS.mla_prefill,
+        (inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_q, inputs.cu_seqlens_k, 8, 30, 0.1, True, return_lse, out, backend),
     )
 
 
@@ -88,7 +91,8 @@ def test_opcheck_cache_functions(device: torch.device, backend: str) -> None:
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_opcheck_merge(dtype: torch.dtype | None, device: torch.device, backend: str) -> None:
-    opcheck(OPS.merge_attn_states, (*merge_arguments(device), dtype, backend))
+    arguments = merge_arguments(device)
+    opcheck(OPS.merge_attn_states, (*arguments, None if dtype is None else torch.zeros_like(arguments[0], dtype=dtype), backend))
 
 
 def test_opcheck_forward(device: torch.device, backend: str) -> None:
@@ -194,6 +198,30 @@ def test_what_is_refused_is_refused_in_a_graph_too(device: torch.device, backend
     graph = compiled(lambda *tensors, meta: layer.forward(*tensors, meta))
     with pytest.raises(ValueError, match=r"kv_c must have shape \[6, 64\], got \[6, 32\]"):
         graph(inputs.q, inputs.kv_c[:, :32], inputs.k_pe, inputs.kv_cache, meta=inputs.meta)
+
+
+@pytest.mark.parametrize("wrong", ["dtype", "shape"])
+def test_a_wrong_out_is_refused_in_a_graph_too(wrong: str, device: torch.device, backend: str) -> None:
+    """Copied into as it is, one of another dtype would be rounded to and one of a batch of results filled with copies."""
+    p, d = prefill_inputs(device), make_decode_inputs(DecodeCase(num_heads=2, seq_lens=(9, 5), dtype=FP32), device)
+    merge_args = merge_arguments(device)
+
+    def prefill(out: torch.Tensor) -> Any:
+        return dualmla.mla_prefill(p.q, p.k, p.v, p.cu_seqlens_q, p.cu_seqlens_k, 8, 30, 0.1, out=out, backend=backend)
+
+    def decode(out: torch.Tensor) -> Any:
+        return dualmla.mla_decode(d.q, d.kv_cache, d.meta, 0.1, out=out, backend=backend)
+
+    def merge(out: torch.Tensor) -> Any:
+        return dualmla.merge_attn_states(*merge_args, out=out, backend=backend)
+
+    for function, right in ((prefill, p.out), (decode, d.out), (merge, merge_args[0])):
+        out = torch.zeros_like(right, dtype=torch.float64) if wrong == "dtype" else right.new_zeros(2, *right.shape)
+        with pytest.raises(
+            (TypeError, ValueError), match=r"out must be .*float32, got float64|out must have 3 dimensions, got shape \[2, "
+        ):
+            compiled(function)(out)
+        assert not out.any(), "nothing was written"
 
 
 # handles -----------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ import dualmla
 from dualmla.testing import Exact, assert_bits_equal, compare
 from dualmla.testing.prefill import PrefillCase, PrefillInputs, exact_prefill, make_prefill_inputs, run_prefill
 from dualmla_kernels import prefill
+from dualmla_kernels.target import CHIPS, launches_on
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -233,6 +234,19 @@ def test_bounds_may_be_loose(device: torch.device, backend: str) -> None:
         inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_q, inputs.cu_seqlens_k, 300, 500, inputs.case.softmax_scale, backend=backend
     )
     assert_bits_equal(got, want, "out with loose bounds")
+
+
+@pytest.mark.parametrize("arch", CHIPS)
+@pytest.mark.parametrize("bound", [100, 2**40])
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_no_bound_is_too_loose_for_a_grid(arch: str, bound: int, tokens: int) -> None:
+    """As launched on each chip: nothing for no tokens, and no more programs than a grid may have."""
+    q, k, v = (torch.empty(rows, 2, width, dtype=BF16, device="meta") for rows, width in ((tokens, 192), (5, 192), (5, 128)))
+    bounds = torch.empty(3, dtype=torch.int32, device="meta")
+    with launches_on(CHIPS[arch]) as launches:
+        prefill.mla_prefill(q, k, v, bounds, bounds, bound, 0.1, causal=True, out=torch.empty_like(q[..., :128]), lse=None)
+    assert len(launches) == (tokens > 0)
+    assert all(launch.grid == (2 * 2 * 1,) for launch in launches)
 
 
 def test_one_key_head_for_all_by_a_stride_of_zero(device: torch.device, backend: str) -> None:

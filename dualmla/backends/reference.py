@@ -98,7 +98,7 @@ class ReferenceMLABackend(MLABackend):
     ) -> None:
         """As `MLABackend.concat_and_cache_mla`."""
         page_size = kv_cache.shape[1]
-        rows = torch.cat([kv_c, k_pe], -1).double() / k_scale
+        rows = torch.cat([kv_c.double(), k_pe.double()], -1) / float(k_scale)
         if kv_cache.dtype in FLOAT8_DTYPES:
             largest = torch.finfo(kv_cache.dtype).max
             rows = rows.clamp(-largest, largest)
@@ -149,7 +149,7 @@ class ReferenceMLABackend(MLABackend):
         for request, (rows, start) in enumerate(zip(_spans(cu_seqlens), seq_starts.tolist(), strict=True)):
             position = torch.arange(start, start + rows.stop - rows.start, device=out.device)
             pages = block_table[request, position // page_size].long()
-            out[rows] = (kv_cache[pages, position % page_size].double() * k_scale).to(out.dtype)
+            out[rows] = (kv_cache[pages, position % page_size].double() * float(k_scale)).to(out.dtype)
 
     @classmethod
     def merge_attn_states(

@@ -333,6 +333,10 @@ def _combine(
                 tl.store(lse_ptr + head.to(tl.int64) * lse_head_stride + token * lse_token_stride, row_lse)
 
 
+TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
+"""Its version: some configurations fit into the registers of a chip with one and not with another."""
+
+
 @dataclass(frozen=True)
 class DecodeConfig:
     """How the kernel is compiled, and for how many programs.
@@ -398,12 +402,12 @@ def _amd_config(wide: bool, dtype: torch.dtype, target: Target, float8: bool) ->
     make gfx942, which can't read LDS transposed, fetch values by two bytes.
     """
     lazy, programs = dtype != torch.float16, target.processors
-    # kpack: two steps of a product are read from LDS at once, which Triton 3.6 has no registers for beside 64 rows. CDNA4 has
+    # kpack: two steps of a product are read from LDS at once. Triton 3.6 has no registers for it beside 64 rows, and CDNA4 has
     # products of twice the depth instead. With one wave to a SIMD the compiler may use all registers, which it does not always know
-    two_steps = target.arch != "gfx950" and dtype != torch.float32 and not wide
+    two_steps = target.arch != "gfx950" and dtype != torch.float32 and not (wide and TRITON <= (3, 6))
     options = {"matrix_instr_nonkdim": 16, "kpack": 2 if two_steps else 1, "waves_per_eu": 1}
     if dtype == torch.float32:
-        return DecodeConfig(16, 16, slices=4, stages=1, lazy=lazy, programs=programs, warps=4, options=options)
+        return DecodeConfig(16, 16, slices=8, stages=1, lazy=lazy, programs=programs, warps=4, options=options)
     if wide:
         return DecodeConfig(64, 16 if float8 else 32, slices=4, stages=1, lazy=lazy, programs=programs, warps=4, options=options)
     # A wave alone multiplies nothing twice and waits for nobody. Each has a SIMD to itself: four of them keep a compute unit's

@@ -256,6 +256,7 @@ def mla_prefill(
     """
     num_tokens, heads, v_dim = out.shape
     num_reqs = cu_seqlens_q.shape[0] - 1
+    max_seqlen_q = min(max_seqlen_q, num_tokens)  # a bound may be loose: no program for blocks that can't be
     if num_reqs == 0 or max_seqlen_q == 0 or k.shape[0] == 0:
         out.zero_()
         if lse is not None:

@@ -1,10 +1,12 @@
-"""Our decoding of every MLA code object of the wheel, word for word against LLVM's disassembler."""
+"""Our decoding of every MLA code object of the wheel, and of our own kernels, word for word against LLVM's disassembler."""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 
@@ -47,6 +49,38 @@ def test_decoding_agrees_with_llvm(hsa, arch, name):
     ]
     assert differences[:5] == [], f"{len(differences)} of {len(listing)} differ"
     assert len(listing) > 2500
+
+
+COMPILE = """
+import sys
+from pathlib import Path
+from dualmla_kernels.compiled import compile_launch
+from dualmla_kernels.registry import registered
+from dualmla_kernels.target import CHIPS
+
+for number, item in enumerate(registered(CHIPS[sys.argv[1]], quick=True)):
+    if item.case in ("decode, 16 heads", "decode, 16 heads, float8 cache", "prefill, 16 heads") or "decode" not in item.case:
+        code = compile_launch(item.launch, CHIPS[sys.argv[1]]).asm["hsaco"]
+        Path(sys.argv[2], f"{number}-{item.kernel}.hsaco").write_bytes(code)
+"""
+
+
+@pytest.mark.skipif(OBJDUMP is None, reason="llvm-objdump of LLVM 21 or 22 is not here; `apt-get install llvm-22` brings it")
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_decoding_of_our_kernels_agrees_with_llvm(arch, tmp_path):
+    """Compiled in a process where nothing is interpreted; and each of their instructions can be run."""
+    pytest.importorskip("triton")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", COMPILE, arch, tmp_path], check=True, env=environment)
+    paths = sorted(tmp_path.glob("*.hsaco"))
+    assert len(paths) > 10
+    for path in paths:
+        code, llvm = load_code_object(path), llvm_listing(path)
+        listing = list(instructions(code))
+        differences = [(hex(i.address), text(i), llvm.get(i.address)) for i in listing if text(i) != llvm.get(i.address)]
+        assert differences[:5] == [], f"{path.name}: {len(differences)} of {len(listing)} differ"
+        assert translate(code).unsupported == {}
 
 
 @pytest.mark.parametrize(("arch", "name"), OBJECTS)

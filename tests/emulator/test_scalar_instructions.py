@@ -226,7 +226,18 @@ def test_an_unknown_instruction_stops_the_run_only_when_reached():
         run([sop("S_MOV_B32", 128), unknown])
 
 
-@pytest.mark.parametrize("fields", [{"omod": 1}, {"opsel": 1}, {"clmp": 1}, {"neg": 1}, {"src0": 239}])
-def test_a_modifier_or_operand_nobody_implemented_is_refused(fields):
-    with pytest.raises(UnsupportedInstructionError, match="V_ADD_I32"):
-        run([vop3("V_ADD_I32", V, *(() if "src0" in fields else (V,)), **fields)])
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"omod": 1}, "output modifiers"),
+        ({"opsel": 1}, "operand selects 0x1"),
+        ({"clmp": 1}, "clamp on an integer"),
+        ({"neg": 1}, "sign modifiers on an integer"),
+        ({"src0": 239}, "operand code 239 "),
+    ],
+)
+def test_a_modifier_or_operand_nobody_implemented_is_refused(fields, reason):
+    """By its address, its name and what there is about it."""
+    add = vop3("V_ADD_I32", V, *(() if "src0" in fields else (V,)), **fields)
+    with pytest.raises(UnsupportedInstructionError, match=rf"wave 0: 0x8: V_ADD_I32 \(VOP3\): .*{reason}"):
+        run([sop("S_MOV_B32", 128), add])
