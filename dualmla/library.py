@@ -2,7 +2,11 @@
 
 An operator's implementation is the function itself, with all its checks; its fake one says what shapes come out. What is no
 tensor travels as a handle: a layer as its number, a metadata as its number in a tensor, so that the next batch runs the
+<<<<<<< HEAD
+same graph. A given `out` tells an operator what its result must look like, and the graph copies it there. Defined with
+=======
 same graph. A given `out` tells an operator what its result must look like; the graph copies it there. Defined with
+>>>>>>> main
 `Library.define`, a call costs a few microseconds; `torch.library.custom_op` takes ten times that.
 """
 

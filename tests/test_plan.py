@@ -176,7 +176,18 @@ def test_fixed_splits_depend_on_the_request_alone(lengths: list[int], splits: in
         assert plan.pieces[:, 3].eq(-1).all()
 
 
-@pytest.mark.parametrize("splits", [1, 2, 7])
+@pytest.mark.parametrize(("requests", "splits"), [(64, 1023), (64, 1024), (130, 1024), (70000, 1)])
+def test_no_more_fixed_parts_than_a_grid_may_have(requests: int, splits: int) -> None:
+    """Past the 65535 programs of CUDA's second axis a program does several pieces; each is done once."""
+    plan = fixed_plan(torch.full((requests,), 100, dtype=torch.int32), splits=splits, tile=64)
+    pieces = plan.pieces_of_part.diff()
+    assert plan.parts <= 65535
+    assert int(pieces.sum()) == requests * splits == plan.pieces.shape[0]
+    assert int(pieces.min()) >= 1
+    assert int(pieces.max()) == -(-requests * splits // 65535)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 7, 1024])
 @pytest.mark.parametrize("lengths", [[0], [65, 64, 1], [(997 * i) % 8192 for i in range(90)]], ids=["empty", "three", "90"])
 def test_fixed_kernel_equals_closed_form(device: torch.device, lengths: list[int], splits: int) -> None:
     """Every entry, over several programs of the kernel."""

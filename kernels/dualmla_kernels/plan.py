@@ -25,6 +25,9 @@ import torch
 from dualmla_kernels.launch import cdiv, launch, next_power_of_2
 from dualmla_kernels.plan_kernel import BLOCK, MIN_PIECE, OVERHEAD, SPLIT_COST, balanced_kernel, fixed_kernel
 
+MOST_PARTS = 65535
+"""Programs that a grid may have along its second axis, where the decode has its parts: no more on CUDA."""
+
 
 @dataclass(frozen=True)
 class PlanShape:
@@ -112,11 +115,13 @@ def plan_blocks(num_reqs: int, parts: int) -> int:
 def fixed_plan(seq_lens: torch.Tensor, *, splits: int, tile: int) -> SplitPlan:
     """Every request in `splits` pieces cut by its own length alone, so that a row has the same bits alone and in a batch.
 
-    A program of the decode for each piece; pieces past a short request's last tile are empty.
+    A program of the decode for each piece, or for several where there are more than `MOST_PARTS`; pieces past a short request's
+    last tile are empty.
     """
     num_reqs, device = seq_lens.shape[0], seq_lens.device
     pieces = torch.empty(num_reqs * splits, 4, dtype=torch.int32, device=device)
-    pieces_of_part = torch.empty(num_reqs * splits + 1, dtype=torch.int32, device=device)
+    parts = cdiv(num_reqs * splits, _pieces_each(num_reqs * splits))
+    pieces_of_part = torch.empty(parts + 1, dtype=torch.int32, device=device)
     split_rows = torch.empty(num_reqs if splits > 1 else 1, 3, dtype=torch.int32, device=device)
     plan = SplitPlan(pieces_of_part, pieces, split_rows, slots=num_reqs * splits if splits > 1 else 0, tile=tile)
     if device.type == "cpu":
@@ -131,8 +136,13 @@ def launch_fixed_plan(seq_lens: torch.Tensor, splits: int, out: SplitPlan) -> No
     count = seq_lens.shape[0] * splits
     launch(
         fixed_kernel, (count // 256 + 1,), seq_lens.device,
-        seq_lens, count, splits, out.pieces_of_part, out.pieces, out.splits, TILE=out.tile, BLOCK=256, num_warps=4,
+        seq_lens, count, _pieces_each(count), splits, out.pieces_of_part, out.pieces, out.splits, TILE=out.tile, BLOCK=256, num_warps=4,
     )  # fmt: skip
+
+
+def _pieces_each(count: int) -> int:
+    """Pieces a part of a fixed plan of `count` pieces."""
+    return max(cdiv(count, MOST_PARTS), 1)
 
 
 def _fixed_closed_form(seq_lens: torch.Tensor, splits: int, out: SplitPlan) -> None:
@@ -144,7 +154,8 @@ def _fixed_closed_form(seq_lens: torch.Tensor, splits: int, out: SplitPlan) -> N
     slot = request * splits + nth if splits > 1 else torch.full_like(request, -1)
     cuts = torch.minimum(nth * each, tiles), torch.minimum((nth + 1) * each, tiles)
     out.pieces.copy_(torch.stack([request, *cuts, slot], -1).view(-1, 4))
-    torch.arange(out.parts + 1, out=out.pieces_of_part)
+    count = out.pieces.shape[0]
+    out.pieces_of_part.copy_((torch.arange(out.parts + 1, device=device) * _pieces_each(count)).clamp(max=count))
     out.splits.fill_(-1)
     if splits > 1:
         first = request[:, 0] * splits

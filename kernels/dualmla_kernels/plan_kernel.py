@@ -135,16 +135,17 @@ def balanced_kernel(
     plan_block(tl.program_id(0), seq_lens_ptr, live, num_reqs, parts, pieces_of_part_ptr, pieces_ptr, splits_ptr, TILE, PARTS, BLOCK)
 
 
-@triton.jit(do_not_specialize=["count", "splits"])
+@triton.jit(do_not_specialize=["count", "pieces_each", "splits"])
 def fixed_kernel(
-    seq_lens_ptr, count, splits, pieces_of_part_ptr, pieces_ptr, splits_ptr, TILE: tl.constexpr, BLOCK: tl.constexpr
+    seq_lens_ptr, count, pieces_each, splits, pieces_of_part_ptr, pieces_ptr, splits_ptr, TILE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Program b writes pieces `b * BLOCK` on: piece i is number `i % splits` of request `i // splits`."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     request, nth, exists = i // splits, i % splits, i < count
     tiles = (tl.load(seq_lens_ptr + request, mask=exists, other=0) + TILE - 1) // TILE
     each = (tiles + splits - 1) // splits
-    tl.store(pieces_of_part_ptr + i, i, mask=i <= count)
+    parts = (count + pieces_each - 1) // pieces_each
+    tl.store(pieces_of_part_ptr + i, tl.minimum(i * pieces_each, count), mask=i <= parts)
     tl.store(pieces_ptr + 4 * i, request, mask=exists)
     tl.store(pieces_ptr + 4 * i + 1, tl.minimum(nth * each, tiles), mask=exists)
     tl.store(pieces_ptr + 4 * i + 2, tl.minimum((nth + 1) * each, tiles), mask=exists)
