@@ -93,10 +93,9 @@ def test_pairs_of_tiles_on_hopper(compile_registered: Callable[..., Reports]) ->
     assert facts["scratch_bytes"] < 384
 
 
-@pytest.mark.parametrize("options", [{"STAGES": 2}, {"BM": 128}], ids=str)
-def test_a_bad_configuration_breaks_a_gate(options: dict[str, int], compile_registered: Callable[..., Reports]) -> None:
-    """Two tiles at a time, or twice the rows, do not fit into the registers of gfx942."""
-    (report,) = compile_registered("gfx942", "decode", "decode, 128 heads", **options)
+def test_a_bad_configuration_breaks_a_gate(compile_registered: Callable[..., Reports]) -> None:
+    """Twice the rows do not fit into the registers of gfx942."""
+    (report,) = compile_registered("gfx942", "decode", "decode, 128 heads", BM=128)
     assert any("registers are spilled" in found for found in report["faults"]), report
 
 
