@@ -70,12 +70,17 @@ def table(arch: str, codes: Iterable[Code]) -> tuple[list[str], list[str]]:
         facts, known = code.facts, known_fault(arch, code.item, code.case)
         if code.faults and known is None:
             broken += [f"{arch}, {code.item} ({code.case}): {fault}" for fault in code.faults]
-        matrix = ", ".join(f"{count} {name}" for name, count in facts.matrix.items() if count) or "-"
-        spilled = f"{facts.spilled} / {facts.scratch_bytes} B" + (f" ({known})" if code.faults and known else "")
-        row = (code.item, code.case, str(facts.registers), spilled, str(facts.shared_bytes), matrix, f"{facts.wide_share:.0%}")
+        row = (code.item, code.case, *columns(facts, known if code.faults else None))
         rows.append(f"| {' | '.join(row)} |")
         print(arch, *row, *code.faults, sep=" · ", flush=True)
     return rows, broken
+
+
+def columns(facts: Facts, known: str | None = None) -> tuple[str, ...]:
+    """What a row says of machine code; `known`: why it may break a gate."""
+    spilled = f"{facts.spilled} / {facts.scratch_bytes} B" + (f" ({known})" if known else "")
+    matrix = ", ".join(f"{count} {name}" for name, count in facts.matrix.items() if count) or "-"
+    return str(facts.registers), spilled, str(facts.shared_bytes), matrix, f"{facts.wide_share:.0%}"
 
 
 def write(path: Path, sections: dict[str, list[str]]) -> None:

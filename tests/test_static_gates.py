@@ -18,7 +18,10 @@ import pytest
 
 pytest.importorskip("triton")
 
+import triton
+
 import dualmla_kernels
+from bench.compiled import columns
 from dualmla_kernels.compiled import Facts, faults
 from dualmla_kernels.registry import known_fault, registered
 from dualmla_kernels.target import CHIPS
@@ -59,6 +62,7 @@ def compile_registered() -> Callable[..., Reports]:
     return compile_
 
 
+@pytest.mark.xdist_group("gates on AMD")
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 def test_gates(arch: str, compile_registered: Callable[..., Reports]) -> None:
     """No spills, LDS within the chip, products on the matrix units, wide loads."""
@@ -68,6 +72,22 @@ def test_gates(arch: str, compile_registered: Callable[..., Reports]) -> None:
         if report["faults"] and known_fault(arch, report["kernel"], report["case"]) is None
     ]
     assert not broken
+
+
+@pytest.mark.xdist_group("gates on AMD")  # after the gates, so that Triton finds what it compiled for them
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_the_table_of_the_docs_is_of_this_code(arch: str, compile_registered: Callable[..., Reports]) -> None:
+    """Each launch that CI compiles has its row, or that of another case with the same machine code, under this version of Triton."""
+    title = f"## {arch}, Triton {triton.__version__}\n"
+    page = (Path(__file__).parents[1] / "docs/compiled.md").read_text()
+    if title not in page:
+        pytest.skip(f"docs/compiled.md has no table of {title[3:].strip()}: write it with bench/compiled.py")
+    rows = {tuple(line.strip("| ").split(" | ")) for line in page.partition(title)[2].partition("\n## ")[0].splitlines()}
+    for report in compile_registered(arch):
+        facts = report["facts"] | {"loads": {int(size): count for size, count in report["facts"]["loads"].items()}}
+        known = known_fault(arch, report["kernel"], report["case"]) if report["faults"] else None
+        wanted = (report["kernel"], columns(Facts(**facts), known))
+        assert wanted in {(row[0], row[2:]) for row in rows}, f"{report['case']}: bench/compiled.py --write docs/compiled.md"
 
 
 def test_gates_on_hopper(compile_registered: Callable[..., Reports]) -> None:
