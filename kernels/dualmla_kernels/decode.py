@@ -34,7 +34,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from dualmla_kernels.launch import HAS_GLUON, cdiv, launch, next_power_of_2
 from dualmla_kernels.numerics import LN2, LOG2E, cast, dot
 from dualmla_kernels.plan import PlanShape, SplitPlan, balanced_plan, fixed_plan
-from dualmla_kernels.target import Target, target_of
+from dualmla_kernels.target import TRITON_VERSION, Target, target_of
 
 FAR = tl.constexpr(2.0**64)  # sum of weights, relative to a maximum, above which that maximum is no good
 
@@ -333,10 +333,6 @@ def _combine(
                 tl.store(lse_ptr + head.to(tl.int64) * lse_head_stride + token * lse_token_stride, row_lse)
 
 
-TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
-"""Its version: some configurations fit into the registers of a chip with one and not with another."""
-
-
 @dataclass(frozen=True)
 class DecodeConfig:
     """How the kernel is compiled, and for how many programs.
@@ -404,7 +400,7 @@ def _amd_config(wide: bool, dtype: torch.dtype, target: Target, float8: bool) ->
     lazy, programs = dtype != torch.float16, target.processors
     # kpack: two steps of a product are read from LDS at once. Triton 3.6 has no registers for it beside 64 rows, and CDNA4 has
     # products of twice the depth instead. With one wave to a SIMD the compiler may use all registers, which it does not always know
-    two_steps = target.arch != "gfx950" and dtype != torch.float32 and not (wide and TRITON <= (3, 6))
+    two_steps = target.arch != "gfx950" and dtype != torch.float32 and not (wide and TRITON_VERSION <= (3, 6))
     options = {"matrix_instr_nonkdim": 16, "kpack": 2 if two_steps else 1, "waves_per_eu": 1}
     if dtype == torch.float32:
         return DecodeConfig(16, 16, slices=8, stages=1, lazy=lazy, programs=programs, warps=4, options=options)
@@ -537,12 +533,12 @@ def mla_decode(
         )
     else:
         launch(
-        _decode, grid, device, q, kv_cache, *arguments,
-        q.stride(0), q.stride(1), kv_cache.stride(0), out.stride(0), out.stride(1), *lse_strides,
-        H=heads, D=rank, R=rope, R_PADDED=next_power_of_2(rope), PAGE=kv_cache.shape[1], SLOT=kv_cache.stride(1), CAUSAL=causal,
-        TILE=plan.tile, BM=config.block_m, BN=config.block_n, SLICES=slices, STAGES=config.stages, LAZY=config.lazy,
-        PDL=pdl, EXACT=exact, num_warps=config.warps, **config.options,
-    )  # fmt: skip
+            _decode, grid, device, q, kv_cache, *arguments,
+            q.stride(0), q.stride(1), kv_cache.stride(0), out.stride(0), out.stride(1), *lse_strides,
+            H=heads, D=rank, R=rope, R_PADDED=next_power_of_2(rope), PAGE=kv_cache.shape[1], SLOT=kv_cache.stride(1), CAUSAL=causal,
+            TILE=plan.tile, BM=config.block_m, BN=config.block_n, SLICES=slices, STAGES=config.stages, LAZY=config.lazy,
+            PDL=pdl, EXACT=exact, num_warps=config.warps, **config.options,
+        )  # fmt: skip
     block_s, block_d = _combine_shape(plan.parts, num_reqs, rank)
     launch(
         _combine, (heads * max_query_len, plan.splits.shape[0], rank // block_d), device,

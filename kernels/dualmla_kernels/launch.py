@@ -21,14 +21,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from dualmla_kernels.ready import launch_ready
-from dualmla_kernels.target import Launch, note
+from dualmla_kernels.target import TRITON_VERSION, Launch, note
 
-HAS_GLUON = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
+HAS_GLUON = TRITON_VERSION >= (3, 6)
 """Whether the Triton that is installed has the Gluon that kernels are written in: they are imported only where it has."""
 
 # One interpreted launch at a time: the interpreter keeps its program ids and its patches in module globals.

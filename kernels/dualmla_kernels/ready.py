@@ -22,7 +22,9 @@ import triton
 from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
-RULES_KNOWN = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 9)
+from dualmla_kernels.target import TRITON_VERSION
+
+RULES_KNOWN = (3, 6) <= TRITON_VERSION <= (3, 9)
 
 MOST = 4096
 """Kinds of launches remembered: more than come up, and a bound of the memory they take."""

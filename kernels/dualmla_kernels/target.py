@@ -1,4 +1,4 @@
-"""What the kernels are compiled for: the chip of a device, or one that is only spoken of.
+"""What the kernels are compiled for, and by which Triton: the chip of a device, or one that is only spoken of.
 
 On the device "meta", whose tensors have shapes and no memory, a launch is noted instead of done. So every launcher can be
 asked what it would launch on a chip that this machine lacks:
@@ -16,6 +16,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import triton
+
+TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+"""Major and minor: what there is, and what fits into the registers of a chip, differs between them."""
 
 
 @dataclass(frozen=True)
