@@ -6,6 +6,7 @@ Everything a backend is handed has been validated; outputs are allocated by the 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,6 +17,11 @@ from dualmla.attention import MLAImpl
 from dualmla.config import MLAConfig
 from dualmla.graph import MLAGraphState
 from dualmla.metadata import MLAMetadata, MLAMetadataBuilder
+
+
+def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Within, a GPU is the current one, as code of others takes for granted."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 class BackendUnavailable(RuntimeError):  # noqa: N818 - a state, not a mistake

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dualmla.backends.base import current
 from dualmla.bench.clock import Call, Ceilings, Clock, measure_ceilings
 from dualmla.bench.inputs import Inputs, draw
 from dualmla.bench.peers import Peer
@@ -84,11 +84,6 @@ def measure(jobs: Sequence[tuple[TimedCase, Subject]], clock: Clock, ceilings: C
         if way == "eager":
             rows[job] = replace(rows[job], host=clock.host_time(call))
     return rows
-
-
-def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Within, a GPU is the current one, as others' kernels may take for granted."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _checked(timed: TimedCase, subject: Subject, inputs: Inputs, judge: Judge, ceilings: Ceilings) -> tuple[Row, Prepared | None]:

@@ -13,7 +13,6 @@ needs to be spared, each seen in its source or by running its kernels in an emul
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from dualmla.backends.aiter.plan import work_plan
 from dualmla.backends.aiter.planner import HEADS
 from dualmla.backends.aiter.signatures import Aiter
 from dualmla.backends.aiter.support import PARTIAL_LIMIT, LaunchShape, partial_bytes
+from dualmla.backends.base import current
 from dualmla.config import FLOAT8_DTYPES
 from dualmla.metadata import MLAMetadata
 
@@ -210,5 +210,5 @@ def _split_indptr(aiter: Aiter, batch: Batch, splits: int) -> dict[str, torch.Te
 def _call(aiter: Aiter, given: dict[str, Any], more: dict[str, torch.Tensor]) -> Any:
     """What AITER returns, which of both it takes; it has filled `o`."""
     device, takes = given["q"].device, aiter.signature.parameters
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+    with current(device):
         return aiter.decode(**{name: value for name, value in (given | more).items() if name in takes})

@@ -10,12 +10,11 @@ moved on, outside of the graphs that read it; elsewhere by the first layer of a 
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 
 from dualmla.backends.aiter.batch import rows_of, step_of
 from dualmla.backends.aiter.planner import Planner
+from dualmla.backends.base import current
 from dualmla.metadata import MLAMetadata
 
 LEAST_KEYS = 1
@@ -46,7 +45,7 @@ class WorkPlan:
         num_slots: int | None,
     ) -> None:
         self._planner, self._dtypes, self._causal, self._fixed = planner, (dtype, kv_cache_dtype), causal, num_slots is not None
-        with torch.inference_mode(False), _on(device):  # refilled inside and outside of it
+        with torch.inference_mode(False), current(device):  # refilled inside and outside of it
             self.tables = planner.tables(rows, dtype, kv_cache_dtype, device)
             self._qo_indptr, self._kv_indptr, self._last_page_lens, self._seen = (
                 torch.empty(rows + 1, dtype=torch.int32, device=device) for _ in range(4)
@@ -98,7 +97,7 @@ class WorkPlan:
         first = self.kv_indptr[:-1].long()
         slots[first] = torch.where(seen > 0, slots[first], 0)
         self.kv_indices = slots
-        with _on(meta.device):
+        with current(meta.device):
             self._planner.plan(self.tables, self.qo_indptr, self.kv_indptr, self.last_page_lens, *self._dtypes)
 
 
@@ -131,7 +130,3 @@ def work_plan(
     else:
         plan.hold(meta, num_tokens)
     return plan
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -9,11 +9,12 @@ go by keyword. What is not left to it, each seen by running its kernels in an em
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from dualmla.backends.base import current
 
 PASSED = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "causal", "return_lse")
 OFFSET_LIMIT = 4 << 30
@@ -56,7 +57,7 @@ def prefill(
             causal,
             lse is not None,
         )
-        with torch.cuda.device(q.device) if q.device.type == "cuda" else contextlib.nullcontext():
+        with current(q.device):
             returned = attention(**dict(zip(PASSED, given, strict=True)))
         part, part_lse = returned[:2] if isinstance(returned, tuple | list) else (returned, None)
         out[:, group] = part.masked_fill(blind[:, None, None], 0.0)
