@@ -112,8 +112,8 @@ def check_written(name: str, tensor: torch.Tensor) -> None:
 
 
 def device_float8(device: torch.device) -> torch.dtype:
-    """The float8 e4m3 flavour that a GPU computes with: e4m3fnuz on gfx942, e4m3fn on gfx950 and CUDA."""
-    if torch.version.hip and torch.cuda.get_device_properties(device).gcnArchName.startswith("gfx94"):
+    """The float8 e4m3 flavour that a device computes with: e4m3fnuz on gfx942, e4m3fn on gfx950, CUDA and a CPU, which takes both."""
+    if device.type == "cuda" and torch.version.hip and torch.cuda.get_device_properties(device).gcnArchName.startswith("gfx94"):
         return torch.float8_e4m3fnuz
     return torch.float8_e4m3fn
 

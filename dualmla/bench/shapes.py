@@ -173,7 +173,7 @@ def _kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtyp
     if not name:
         return None
     if name == "fp8":
-        return device_float8(device) if device.type == "cuda" else torch.float8_e4m3fn
+        return device_float8(device)
     found = _dtype("--kv-dtype", name, (dtype, *FLOAT8_DTYPES), "fp8, ")
     if refusal := float8_refusal(found, device):
         raise ValueError(f"--kv-dtype is {refusal}")

@@ -130,8 +130,7 @@ def timed_grid(name: str, device: torch.device) -> tuple[TimedCase, ...]:
             ]
             return (*(decode(title, num_heads=heads) for heads in (16, 128) for title in DECODE_LENGTHS), *prefills)
         case "fp8":
-            float8 = device_float8(device) if device.type == "cuda" else torch.float8_e4m3fn
-            return tuple(decode(title, kv_cache_dtype=dtype) for title in LARGE_BATCHES for dtype in (None, float8))
+            return tuple(decode(title, kv_cache_dtype=dtype) for title in LARGE_BATCHES for dtype in (None, device_float8(device)))
         case "heads":
             return tuple(decode(title, num_heads=heads) for title in ("128 x 4096", "64 x 1..8192") for heads in (8, 16, 32, 64, 128))
         case "pages":
