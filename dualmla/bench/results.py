@@ -8,10 +8,17 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from dualmla.bench.clock import Ceilings, Timing
+from dualmla.differential.files import plain
 
 Status = Literal["timed", "checked", "wrong", "refused", "failed"]
 """timed: right, and its time is there · checked: right, and a time would say nothing · wrong: beyond the error budget, and no time is
 reported · refused: not a case for this backend · failed: it raised."""
+
+TIMINGS = ("eager", "graph", "host")
+"""Fields of a row that are timings."""
+
+DERIVED = ("gb_s", "tflop_s", "of_roof")
+"""What the JSON has of a row beside its fields."""
 
 
 @dataclass(frozen=True)
@@ -116,18 +123,7 @@ def to_json(report: Report) -> str:
     for fields, row in zip(document["rows"], report.rows, strict=True):
         if row.best is not None:
             fields |= {"gb_s": row.bandwidth / 1e9, "tflop_s": row.rate / 1e12, "of_roof": row.of_roof}
-    return json.dumps(_plain(document), indent=1)
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no inf and no nan, and dtypes go by their names."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
+    return json.dumps(plain(document), indent=1)
 
 
 def from_json(text: str) -> Report:
@@ -145,6 +141,3 @@ def from_json(text: str) -> Report:
         return Report(**{**document, "rows": rows, "ceilings": Ceilings(**document["ceilings"])})
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not a report of `dualmla bench --json`: {error}") from error
-
-
-DERIVED, TIMINGS = ("gb_s", "tflop_s", "of_roof"), ("eager", "graph", "host")

@@ -46,8 +46,8 @@ def _sample(inputs: PrefillInputs) -> tuple[torch.Tensor, Exact]:
     """Tokens, int64 [n], and their truth. Each sees a known number of keys and is computed as a query without a mask."""
     case = inputs.case
     tokens, parts = [], []
-    starts = zip(accumulate(case.query_lens, initial=0), accumulate(case.keys, initial=0), case.query_lens, case.keys, strict=False)
-    spans = list(starts)
+    firsts, first_keys = accumulate(case.query_lens, initial=0), accumulate(case.keys, initial=0)  # one more each than requests
+    spans = list(zip(firsts, first_keys, case.query_lens, case.keys, strict=False))
     step = -(-len(spans) // SAMPLED_REQUESTS)
     for first, first_key, new, keys in spans[::step]:
         for row in _rows(new):

@@ -65,7 +65,7 @@ def to_json(report: Report) -> str:
     """All of the report; inf and nan as strings."""
     fields = {name: value for name, value in vars(report).items() if name not in ("rows", "failures")}
     rows = [[_verdict(verdict) for verdict in row] for row in report.rows]
-    return json.dumps(_plain({**fields, "rows": rows, "failures": [_failure(failure) for failure in report.failures]}), indent=1)
+    return json.dumps(plain({**fields, "rows": rows, "failures": [_failure(failure) for failure in report.failures]}), indent=1)
 
 
 def to_junit(report: Report) -> str:
@@ -154,12 +154,12 @@ def _failure(failure: Failure) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> Any:
-    """JSON has no inf and no nan."""
+def plain(value: Any) -> Any:
+    """The same with inf and nan as strings: JSON has neither."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value

@@ -90,16 +90,17 @@ def measure(arch: str, backend: str, num_heads: int, kv_len: int, page_size: int
     name = emulated_name(backend, arch)
     know(name)
     chosen = backend_for_device(torch.device("cpu"), name)
-    aiter = issubclass(chosen, EmulatedAiter)
     inputs = make_decode_inputs(DecodeCase(num_heads=num_heads, seq_lens=(kv_len,), page_size=page_size))
-    lse = None if aiter else torch.empty(num_heads, 1)
+    lse, splits = None, None
     if issubclass(chosen, EmulatedAiter):
         chosen.compute_units = 1  # one workgroup is all there is room for, so its splits are one
+    else:
+        lse, splits = torch.empty(num_heads, 1), 1
     seen = Recording()
     with recording(seen):
         chosen.mla_decode(
             inputs.q, inputs.kv_cache, inputs.meta, inputs.case.softmax_scale,
-            causal=True, out=inputs.out, lse=lse, k_scale=1.0, num_kv_splits=None if aiter else 1,
+            causal=True, out=inputs.out, lse=lse, k_scale=1.0, num_kv_splits=splits,
         )  # fmt: skip
     if failures := compare_decode(inputs.out, lse, inputs).failures:
         raise RuntimeError(f"{name} is wrong in {inputs.case}: {'; '.join(failures)}")
