@@ -1,4 +1,4 @@
-"""dualmla in the form of the peers' benchmark driver: `make` and `make_prefill`; a decode is planned before it is timed, as theirs are."""
+"""dualmla as a peer (`dualmla.bench.peers`), for drivers that time such modules; a decode is planned before it is timed, as theirs are."""
 
 from __future__ import annotations
 
