@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from dualmla.emulator import Mode, Report
 
 ARCHS = ("gfx942", "gfx950")
-FLOAT8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 PREFILL_ARCHS = ("gfx950",)
 """Where AITER's prefill of these head dimensions is a code object of its release."""
 
@@ -152,7 +151,7 @@ class _Emulated(KernelMLABackend):
 
     @classmethod
     def _float8_refusals(cls, dtype: torch.dtype) -> list[str]:
-        wanted = FLOAT8[cls.arch]
+        wanted = support.FLOAT8[cls.arch]
         return [f"the cache is {dtype}; {cls.arch} computes with {wanted}"] if dtype in FLOAT8_DTYPES and dtype != wanted else []
 
     @classmethod

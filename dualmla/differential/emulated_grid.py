@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
+from dualmla.backends.aiter.support import FLOAT8
 from dualmla.config import FLOAT8_DTYPES
-from dualmla.differential.emulated import FLOAT8
 from dualmla.differential.grids import Draw
 from dualmla.differential.problems import (
     CacheCase,
