@@ -405,7 +405,8 @@ def _amd_config(wide: bool, dtype: torch.dtype, target: Target, float8: bool) ->
     if dtype == torch.float32:
         return DecodeConfig(16, 16, slices=8, stages=1, lazy=lazy, programs=programs, warps=4, options=options)
     if wide:
-        return DecodeConfig(64, 16 if float8 else 32, slices=4, stages=1, lazy=lazy, programs=programs, warps=4, options=options)
+        slices = 8 if target.arch == "gfx90a" else 4  # its products are of half the depth, and their operands take more registers
+        return DecodeConfig(64, 16 if float8 else 32, slices=slices, stages=1, lazy=lazy, programs=programs, warps=4, options=options)
     # A wave alone multiplies nothing twice and waits for nobody. Each has a SIMD to itself: four of them keep a compute unit's
     # memory busy while one waits, and each has its own share of the plan.
     return DecodeConfig(16, 16, slices=4, stages=1, lazy=lazy, programs=4 * programs, warps=1, options=options)
