@@ -5,8 +5,6 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-import numpy as np
-
 from dualmla.emulator import state
 from dualmla.emulator.decoder import Instruction
 
@@ -136,15 +134,10 @@ class Encoder:
 
 
 def supported_dpp(control: int) -> bool:
-    """Whether `crosslane.dpp_source` knows this DPP control."""
+    """Whether `lanes.dpp_source` knows this DPP control."""
     return control < 0x100 or control >> 4 in (0x10, 0x11, 0x12, 0x15) or control in (0x138, 0x140, 0x141, 0x142, 0x143)
 
 
 def signed(value: int, bits: int) -> int:
     """A two's complement field of `bits` bits as a number."""
     return value - (1 << bits) if value >> (bits - 1) & 1 else value
-
-
-def as_record() -> np.ndarray[Any, np.dtype[np.void]]:
-    """One empty record, for encoding an instruction alone."""
-    return np.zeros(1, state.INSTRUCTION)

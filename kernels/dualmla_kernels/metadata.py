@@ -107,7 +107,7 @@ def _write_slots(
 @triton.jit
 def _write_pages(
     request, block, table_ptr, table_stride, seq_lens_ptr, indices_ptr, prefill_indices_ptr, own_table_ptr, own_stride,
-    live, num_decodes, max_pages, PAGE: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, AHEAD: tl.constexpr,
+    num_decodes, max_pages, PAGE: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     pages = tl.minimum((tl.load(seq_lens_ptr + request) + PAGE - 1) // PAGE, max_pages)
@@ -169,7 +169,7 @@ def _build(
         index = program - 1 - plan_programs - token_programs
         _write_pages(
             index // page_blocks, index % page_blocks, table_ptr, table_stride, seq_lens_ptr,
-            indices_ptr, prefill_indices_ptr, own_table_ptr, own_stride, live, num_decodes, max_pages, PAGE, COLUMNS, CHUNK, AHEAD,
+            indices_ptr, prefill_indices_ptr, own_table_ptr, own_stride, num_decodes, max_pages, PAGE, COLUMNS, CHUNK, AHEAD,
         )  # fmt: skip
 
 
