@@ -261,12 +261,18 @@ def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
+@pytest.fixture(autouse=True)
+def _own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without what files that other tests loaded have registered with this process."""
+    preference = ["aiter", "triton", "reference"]
+    monkeypatch.setattr(selection, "_registry", {name: selection._registry[name] for name in preference})
+    monkeypatch.setattr(selection, "_preference", preference)
+
+
 @pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A registry of one's own, and nothing said yet."""
+def fresh() -> Iterator[None]:
+    """Nothing said yet."""
     caches = (selection._candidates, selection.log_once, selection._warn_of_unknown_variables)
-    monkeypatch.setattr(selection, "_registry", dict(selection._registry))
-    monkeypatch.setattr(selection, "_preference", list(selection._preference))
     for cache in caches:
         cache.cache_clear()
     yield
