@@ -36,6 +36,16 @@ from dualmla_kernels.numerics import LN2, LOG2E, cast, dot
 from dualmla_kernels.plan import PlanShape, SplitPlan, balanced_plan, fixed_plan
 from dualmla_kernels.target import TRITON_VERSION, Target, target_of
 
+# two pairs of e4m3fn numbers in a register: the first of each, then the second, as two fp16 numbers
+_NUMBERS = tl.constexpr("""{
+.reg .b32 sorted; .reg .b16 first, second;
+prmt.b32 sorted, $2, 0, 0x3120;
+mov.b32 {first, second}, sorted;
+cvt.rn.f16x2.e4m3x2 $0, first;
+cvt.rn.f16x2.e4m3x2 $1, second;
+}""")
+
+HEADROOM = tl.constexpr(15.0)  # log2 of the largest fp16 weight: the smallest number is 2^-24, and the largest below 2^16
 FAR = tl.constexpr(2.0**64)  # sum of weights, relative to a maximum, above which that maximum is no good
 
 
@@ -48,14 +58,59 @@ def _page_ids(pages, t, on, seq_len, PAGE: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
+def _numbers(pairs, EXACT: tl.constexpr):
+    """The first and the second e4m3fn number of int16 `pairs` in fp16, which holds every one of them."""
+    if EXACT:
+        even = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        odd = ((pairs >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        even, odd = tl.inline_asm_elementwise(_NUMBERS, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
+    return even, odd
+
+
+@triton.jit
+def _paired_queries(q, q_rope):
+    """Rows of queries in fp16, columns of even and of odd number apart, and the power of two [BM] that each row is counted in.
+
+    The largest number of a row becomes 2^13 at least and less than 2^14. What is exact in bf16 stays so down to 2^-30 of it.
+    """
+    largest = tl.max(tl.abs(q_rope.to(tl.float32)), 1)
+    for i in tl.static_range(len(q)):
+        largest = tl.maximum(largest, tl.max(tl.abs(q[i].to(tl.float32)), 1))
+    exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 14)  # plus 127; of inf, whose row keeps it, 255
+    up = ((267 - exponent) << 23).to(tl.float32, bitcast=True)
+    unit = ((exponent - 13) << 23).to(tl.float32, bitcast=True)
+    paired = ()
+    for i in tl.static_range(len(q)):
+        paired += _even_and_odd((q[i].to(tl.float32) * up[:, None]).to(tl.float16))
+    return paired, _even_and_odd((q_rope.to(tl.float32) * up[:, None]).to(tl.float16)), unit
+
+
+@triton.jit
+def _even_and_odd(x):
+    """Columns of even and of odd number of `x`."""
+    return tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+
+
+@triton.jit
+def _dot_pairs(even, odd, pairs, s, EXACT: tl.constexpr):
+    """Products of the rows, in columns of even and of odd number, with int16 `pairs` of them, added to `s`."""
+    k_even, k_odd = _numbers(tl.trans(pairs), EXACT)
+    return dot(odd, k_odd, dot(even, k_even, s, EXACT), EXACT)
+
+
+@triton.jit
 def _scores(
     t, ids, q, q_rope, kv_ptr, page_stride, limit, seq_len,
     D: tl.constexpr, R: tl.constexpr, R_PADDED: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    SLICES: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr,
+    SLICES: tl.constexpr, PAIRED: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Products [BM, BN] of the rows with the keys of tile t, and the keys' latent slices. MASKED: some row does not see all."""
+    """Products [BM, BN] of the rows with the keys of tile t, and the keys' latent slices. MASKED: some row does not see all.
+
+    PAIRED: D, R, `page_stride` and SLOT count pairs of numbers.
+    """
     DS: tl.constexpr = D // SLICES
-    dtype: tl.constexpr = q_rope.dtype
+    dtype: tl.constexpr = q[0].dtype
     on, od, orope = tl.arange(0, BN), tl.arange(0, DS), tl.arange(0, R_PADDED)
     page = ids.to(tl.int64)
     row = on
@@ -73,22 +128,35 @@ def _scores(
     s = tl.zeros([BM, BN], tl.float32)
     k = ()
     for i in tl.static_range(SLICES):
-        k += (tl.load(k_tile + (k_row + (i * DS + od)[None, :])).to(dtype),)
-        s = dot(q[i], tl.trans(k[i]), s, EXACT)
-    k_rope = tl.load(k_tile + (k_row + (D + orope)[None, :]), mask=(orope < R)[None, :], other=0.0).to(dtype)
-    s = dot(q_rope, tl.trans(k_rope), s, EXACT)
+        columns = tl.load(k_tile + (k_row + (i * DS + od)[None, :]))
+        if PAIRED:
+            k += (columns,)
+            s = _dot_pairs(q[2 * i], q[2 * i + 1], columns, s, EXACT)
+        else:
+            k += (columns.to(dtype),)
+            s = dot(q[i], tl.trans(k[i]), s, EXACT)
+    if PAIRED:
+        k_rope = tl.load(k_tile + (k_row + (D + orope)[None, :]), mask=(orope < R)[None, :], other=0)
+        s = _dot_pairs(q_rope[0], q_rope[1], k_rope, s, EXACT)
+    else:
+        k_rope = tl.load(k_tile + (k_row + (D + orope)[None, :]), mask=(orope < R)[None, :], other=0.0).to(dtype)
+        s = dot(q_rope, tl.trans(k_rope), s, EXACT)
     if MASKED:
         s = tl.where((t * BN + on)[None, :] < limit[:, None], s, float("-inf"))
     return s, k
 
 
 @triton.jit
-def _add_values(p, k, acc, SLICES: tl.constexpr, EXACT: tl.constexpr):
+def _add_values(p, k, acc, SLICES: tl.constexpr, PAIRED: tl.constexpr, EXACT: tl.constexpr):
     """Values `k`, weighted by `p` [BM, BN], into the accumulator."""
-    p = cast(p, k[0].dtype, EXACT)
+    p = cast(p, tl.float16 if PAIRED else k[0].dtype, EXACT)
     next_acc = ()
     for i in tl.static_range(SLICES):
-        next_acc += (dot(p, k[i], acc[i], EXACT),)
+        if PAIRED:
+            even, odd = _numbers(k[i], EXACT)
+            next_acc += (dot(p, even, acc[2 * i], EXACT), dot(p, odd, acc[2 * i + 1], EXACT))
+        else:
+            next_acc += (dot(p, k[i], acc[i], EXACT),)
     return next_acc
 
 
@@ -96,15 +164,20 @@ def _add_values(p, k, acc, SLICES: tl.constexpr, EXACT: tl.constexpr):
 def _attend_tile(
     t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, c, limit, seq_len,
     D: tl.constexpr, R: tl.constexpr, R_PADDED: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    SLICES: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr,
+    SLICES: tl.constexpr, PAIRED: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Tile t into (m, l, acc)."""
     s, k = _scores(t, ids, q, q_rope, kv_ptr, page_stride, limit, seq_len,
-                   D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, MASKED, EXACT)  # fmt: skip
-    m_new = tl.maximum(m, tl.max(s, 1) * c)
+                   D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, PAIRED, MASKED, EXACT)  # fmt: skip
+    if PAIRED:
+        m_new = tl.maximum(m, tl.max(s, 1) * c - HEADROOM)
+        s *= c[:, None]
+    else:
+        m_new = tl.maximum(m, tl.max(s, 1) * c)
+        s *= c
     shift = _finite(m_new, MASKED)
-    p, a = tl.exp2(s * c - shift[:, None]), tl.exp2(m - shift)
-    return m_new, l * a + tl.sum(p, 1), _add_values(p, k, _scaled(acc, a, SLICES), SLICES, EXACT)
+    p, a = tl.exp2(s - shift[:, None]), tl.exp2(m - shift)
+    return m_new, l * a + tl.sum(p, 1), _add_values(p, k, _scaled(acc, a), SLICES, PAIRED, EXACT)
 
 
 @triton.jit
@@ -126,27 +199,27 @@ def _attend_piece(
     for t in tl.range(whole, end, num_stages=STAGES):
         ids = _page_ids(pages, t, on, seq_len, PAGE, BN)
         m, l, acc = _attend_tile(t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, c, limit, seq_len,
-                                 D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, True, EXACT)  # fmt: skip
+                                 D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, False, True, EXACT)  # fmt: skip
     sums = tl.zeros([BM, BN], tl.float32)
     # page ids are read a tile early: a load that waits for another load can't be pipelined as deep
     ids = _page_ids(pages, first, on, seq_len, PAGE, BN)
     for t in tl.range(first, whole, num_stages=STAGES):
         next_ids = _page_ids(pages, t + 1, on, seq_len, PAGE, BN)
         s, k = _scores(t, ids, q, q_rope, kv_ptr, page_stride, limit, seq_len,
-                       D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, False, EXACT)  # fmt: skip
+                       D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, False, False, EXACT)  # fmt: skip
         p = tl.exp2(s * c - m[:, None])
         sums += p
-        acc = _add_values(p, k, acc, SLICES, EXACT)
+        acc = _add_values(p, k, acc, SLICES, False, EXACT)
         ids = next_ids
     l += tl.sum(sums, 1)
     return m, l, acc, tl.max((l > FAR).to(tl.int32), 0)
 
 
 @triton.jit
-def _scaled(acc, a, SLICES: tl.constexpr):
+def _scaled(acc, a):
     """Each slice of the accumulator, its rows times `a` [BM]."""
     scaled = ()
-    for i in tl.static_range(SLICES):
+    for i in tl.static_range(len(acc)):
         scaled += (acc[i] * a[:, None],)
     return scaled
 
@@ -161,7 +234,7 @@ def _finite(m, MASKED: tl.constexpr):
 def _write_piece(
     m, l, acc, slot, row, token, head, rows, written, k_scale,
     out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, out_token_stride, out_head_stride, lse_head_stride, lse_token_stride,
-    D: tl.constexpr, SLICES: tl.constexpr, EXACT: tl.constexpr,
+    D: tl.constexpr, SLICES: tl.constexpr, PAIRED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """The result of a piece, for the rows `written` [BM]: `token` and `head` of each in the batch, `row` of `rows` in a slot."""
     od = tl.arange(0, D // SLICES)
@@ -171,7 +244,8 @@ def _write_piece(
     if slot < 0:
         out_row = out_ptr + token.to(tl.int64) * out_token_stride + head.to(tl.int64) * out_head_stride
         for i in tl.static_range(SLICES):
-            result = cast(acc[i] * weight[:, None], out_ptr.dtype.element_ty, EXACT)
+            columns = tl.interleave(acc[2 * i], acc[2 * i + 1]) if PAIRED else acc[i]
+            result = cast(columns * weight[:, None], out_ptr.dtype.element_ty, EXACT)
             tl.store(out_row[:, None] + (i * (D // SLICES) + od)[None, :], result, mask=written[:, None])
         if lse_ptr is not None:
             tl.store(lse_ptr + head.to(tl.int64) * lse_head_stride + token * lse_token_stride, row_lse * LN2, mask=written)
@@ -179,7 +253,8 @@ def _write_piece(
         partial = slot.to(tl.int64) * rows + row
         partial_row = partial_out_ptr + partial[:, None] * D
         for i in tl.static_range(SLICES):
-            tl.store(partial_row + (i * (D // SLICES) + od)[None, :], acc[i] * weight[:, None], mask=written[:, None])
+            columns = tl.interleave(acc[2 * i], acc[2 * i + 1]) if PAIRED else acc[i]
+            tl.store(partial_row + (i * (D // SLICES) + od)[None, :], columns * weight[:, None], mask=written[:, None])
         tl.store(partial_lse_ptr + partial, row_lse, mask=written)
 
 
@@ -192,7 +267,7 @@ def _decode(
     q_token_stride, q_head_stride, page_stride, out_token_stride, out_head_stride, lse_head_stride, lse_token_stride,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, R_PADDED: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr, CAUSAL: tl.constexpr,
     TILE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr,
-    LAZY: tl.constexpr, PDL: tl.constexpr, EXACT: tl.constexpr,
+    LAZY: tl.constexpr, PAIRED: tl.constexpr, PDL: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Program (group, part): the pieces of `part` for rows `group * BM` on of each request.
 
@@ -205,6 +280,10 @@ def _decode(
     if k_scale_ptr is not None:
         k_scale *= tl.load(k_scale_ptr)
     c = softmax_scale * k_scale * LOG2E
+    W: tl.constexpr = 2 if PAIRED else 1
+    if PAIRED:
+        kv_ptr = kv_ptr.to(tl.pointer_type(tl.int16))
+        page_stride //= 2
     row = group * BM + tl.arange(0, BM)  # (token, head) pair within a request
     token, head = row // H, row % H
     od, orope, on = tl.arange(0, D // SLICES), tl.arange(0, R_PADDED), tl.arange(0, BN)
@@ -236,8 +315,13 @@ def _decode(
         acc = ()
         for i in tl.static_range(SLICES):
             q += (tl.load(q_row[:, None] + (i * (D // SLICES) + od)[None, :], mask=live[:, None], other=0.0),)
-            acc += (tl.zeros([BM, D // SLICES], tl.float32),)
+            for _ in tl.static_range(W):
+                acc += (tl.zeros([BM, D // SLICES // W], tl.float32),)
         q_rope = tl.load(q_row[:, None] + (D + orope)[None, :], mask=live[:, None] & (orope < R)[None, :], other=0.0)
+        row_c = c
+        if PAIRED:
+            q, q_rope, unit = _paired_queries(q, q_rope)
+            row_c = c * unit
         m = tl.full([BM], float("-inf"), tl.float32)
         l = tl.zeros([BM], tl.float32)
         pages = block_table_ptr + request.to(tl.int64) * table_stride
@@ -247,7 +331,7 @@ def _decode(
                                            D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, STAGES, EXACT)  # fmt: skip
             _write_piece(m, l, acc, slot, row, first_token + token, head, groups * BM, tl.where(far > 0, 0, live) != 0, k_scale,
                          out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, out_token_stride, out_head_stride,
-                         lse_head_stride, lse_token_stride, D, SLICES, EXACT)  # fmt: skip
+                         lse_head_stride, lse_token_stride, D, SLICES, PAIRED, EXACT)  # fmt: skip
             if far > 0:
                 m = tl.full([BM], float("-inf"), tl.float32)
                 l = tl.zeros([BM], tl.float32)
@@ -257,10 +341,10 @@ def _decode(
                 for t in tl.range(first_tile, end_tile, num_stages=STAGES):
                     ids = _page_ids(pages, t, on, seq_len, PAGE, BN)
                     m, l, acc = _attend_tile(t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, c, limit, seq_len,
-                                             D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, True, EXACT)  # fmt: skip
+                                             D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, False, True, EXACT)  # fmt: skip
                 _write_piece(m, l, acc, slot, row, first_token + token, head, groups * BM, live, k_scale,
                              out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, out_token_stride, out_head_stride,
-                             lse_head_stride, lse_token_stride, D, SLICES, EXACT)  # fmt: skip
+                             lse_head_stride, lse_token_stride, D, SLICES, PAIRED, EXACT)  # fmt: skip
         else:
             # page ids are read a tile early: a load that waits for another load can't be pipelined as deep
             # the first, where it is one, without waiting for the length: it is live wherever there is a tile
@@ -268,18 +352,18 @@ def _decode(
             whole = tl.minimum(end_tile, tl.maximum(least, 0) // BN)
             for t in tl.range(first_tile, whole, num_stages=STAGES):
                 next_ids = _page_ids(pages, t + 1, on, seq_len, PAGE, BN)
-                m, l, acc = _attend_tile(t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, c, limit, seq_len,
-                                         D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, False, EXACT)  # fmt: skip
+                m, l, acc = _attend_tile(t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, row_c, limit, seq_len,
+                                         D // W, R // W, R_PADDED // W, PAGE, SLOT // W, BM, BN, SLICES, PAIRED, False, EXACT)  # fmt: skip
                 ids = next_ids
             first_masked = tl.maximum(first_tile, whole)
             if first_masked < end_tile:  # starting a pipeline takes its time even for no tile
                 for t in tl.range(first_masked, end_tile, num_stages=STAGES):
                     ids = _page_ids(pages, t, on, seq_len, PAGE, BN)
-                    m, l, acc = _attend_tile(t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, c, limit, seq_len,
-                                             D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, True, EXACT)  # fmt: skip
+                    m, l, acc = _attend_tile(t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, row_c, limit, seq_len,
+                                             D // W, R // W, R_PADDED // W, PAGE, SLOT // W, BM, BN, SLICES, PAIRED, True, EXACT)  # fmt: skip
             _write_piece(m, l, acc, slot, row, first_token + token, head, groups * BM, live, k_scale,
                          out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, out_token_stride, out_head_stride,
-                         lse_head_stride, lse_token_stride, D, SLICES, EXACT)  # fmt: skip
+                         lse_head_stride, lse_token_stride, D, SLICES, PAIRED, EXACT)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
@@ -346,6 +430,7 @@ class DecodeConfig:
         programs: for the whole device.
         warps: of a program; waves of 64 lanes on AMD.
         pairs: whether `decode_hopper` does it, two tiles at a time, where it can.
+        paired: whether float8 numbers are read two at a time and multiplied in fp16 (`_numbers`), where they can be.
         options: of the compiler for AMD.
     """
 
@@ -357,6 +442,7 @@ class DecodeConfig:
     programs: int
     warps: int
     pairs: bool = False
+    paired: bool = False
     options: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -381,14 +467,16 @@ def _config(wide: bool, dtype: torch.dtype, target: Target, float8: bool) -> Dec
         # four programs, so that split rows are met in small tests too; the two sizes show both ways to rescale, float8 smaller tiles
         block_n = 32 if float8 else 64
         lazy = wide and dtype != torch.float16
-        return DecodeConfig(64 if wide else 16, block_n, slices=2 if wide else 1, stages=1, lazy=lazy, programs=4, warps=1)
+        return DecodeConfig(
+            64 if wide else 16, block_n, slices=2 if wide else 1, stages=1, lazy=lazy, programs=4, warps=1, paired=float8 and not wide
+        )
     if target.platform == "hip":
         return _amd_config(wide, dtype, target, float8)
     if dtype == torch.float32:
         return DecodeConfig(16, 32, slices=1, stages=2, lazy=False, programs=target.processors, warps=4)
     if wide:
         return DecodeConfig(64, 64, slices=1, stages=2, lazy=False, programs=target.processors, warps=8, pairs=target.arch == "sm_90")
-    return DecodeConfig(16, 64, slices=8, stages=3, lazy=False, programs=target.processors, warps=4)
+    return DecodeConfig(16, 64, slices=8, stages=3, lazy=False, programs=target.processors, warps=4, paired=float8)
 
 
 def _amd_config(wide: bool, dtype: torch.dtype, target: Target, float8: bool) -> DecodeConfig:
@@ -466,6 +554,12 @@ def _dependent_launch(target: Target) -> bool:
     return target.platform == "cuda" and int(target.arch[3:]) >= 90
 
 
+def _in_pairs(kv_cache: torch.Tensor) -> bool:
+    """Whether every two numbers of a row, e4m3fn ones, lie in an int16."""
+    even = kv_cache.stride(0) % 2 == 0 and kv_cache.stride(1) % 2 == 0 and kv_cache.data_ptr() % 2 == 0
+    return kv_cache.dtype == torch.float8_e4m3fn and even
+
+
 @functools.cache
 def _hopper() -> ModuleType | None:
     """`decode_hopper`, imported when first used; None where Triton has no Gluon."""
@@ -523,6 +617,7 @@ def mla_decode(
     lse_strides = (0, 0) if lse is None else lse.stride()
     slices = max(min(config.slices, rank // 64), 1)  # a product needs 16 columns and is better off with 64
     on_device = isinstance(k_scale, torch.Tensor)
+    paired = config.paired and q.dtype != torch.float32 and _in_pairs(kv_cache)
     grid = (groups, plan.parts)
     arguments = (
         block_table, seq_lens, qo_indptr, plan.pieces_of_part, plan.pieces, out, lse, partial_out, partial_lse,
@@ -536,9 +631,9 @@ def mla_decode(
         launch(
             _decode, grid, device, q, kv_cache, *arguments,
             q.stride(0), q.stride(1), kv_cache.stride(0), out.stride(0), out.stride(1), *lse_strides,
-            H=heads, D=rank, R=rope, R_PADDED=next_power_of_2(rope), PAGE=kv_cache.shape[1], SLOT=kv_cache.stride(1), CAUSAL=causal,
+            H=heads, D=rank, R=rope, R_PADDED=max(next_power_of_2(rope), 32 if paired else 16), PAGE=kv_cache.shape[1], SLOT=kv_cache.stride(1), CAUSAL=causal,
             TILE=plan.tile, BM=config.block_m, BN=config.block_n, SLICES=slices, STAGES=config.stages, LAZY=config.lazy,
-            PDL=pdl, EXACT=exact, num_warps=config.warps, **config.options,
+            PAIRED=paired, PDL=pdl, EXACT=exact, num_warps=config.warps, **config.options,
         )  # fmt: skip
     block_s, block_d = _combine_shape(plan.parts, num_reqs, rank)
     launch(
