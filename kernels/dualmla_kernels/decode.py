@@ -7,7 +7,8 @@ of one matrix product. For BM such rows and the keys t of a tile of BN:
     m' = max(m, max_t s);  p = 2^(s - m');  a = 2^(m - m')
     l  = a l + sum_t p;    acc = a acc + p k_latent;      m = m'
 
-and at the end out = acc / l * k_scale, lse = (m + log2 l) ln 2. A row that has seen no key keeps m = -inf, l = 0: 0 and -inf.
+and at the end out = acc / l * k_scale, lse = (m + log2 l) ln 2. A row that has seen no key, or none with a score above -inf, keeps
+l = 0: 0 and -inf.
 
 Programs walk the pieces of a split plan (plan.py). A request in one piece is written directly; the pieces of a split one
 are left in fp32 as out and base-2 lse, and `combine` weighs them by 2^(lse - max lse). It also writes the padding.
@@ -33,7 +34,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dualmla_kernels.launch import HAS_GLUON, cdiv, launch, next_power_of_2
 from dualmla_kernels.numerics import LN2, LOG2E, cast, dot
-from dualmla_kernels.plan import PlanShape, SplitPlan, balanced_plan, fixed_plan
+from dualmla_kernels.plan import MOST_PARTS, PlanShape, SplitPlan, balanced_plan, fixed_plan
 from dualmla_kernels.target import TRITON_VERSION, Target, target_of
 
 # two pairs of e4m3fn numbers in a register: the first of each, then the second, as two fp16 numbers
@@ -45,6 +46,7 @@ cvt.rn.f16x2.e4m3x2 $0, first;
 cvt.rn.f16x2.e4m3x2 $1, second;
 }""")
 
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)  # a maximum of nothing: -inf - -inf, of a score that is -inf, would be NaN
 HEADROOM = tl.constexpr(15.0)  # log2 of the largest fp16 weight: the smallest number is 2^-24, and the largest below 2^16
 FAR = tl.constexpr(2.0**64)  # sum of weights, relative to a maximum, above which that maximum is no good
 
@@ -175,8 +177,7 @@ def _attend_tile(
     else:
         m_new = tl.maximum(m, tl.max(s, 1) * c)
         s *= c
-    shift = _finite(m_new, MASKED)
-    p, a = tl.exp2(s - shift[:, None]), tl.exp2(m - shift)
+    p, a = tl.exp2(s - m_new[:, None]), tl.exp2(m - m_new)
     return m_new, l * a + tl.sum(p, 1), _add_values(p, k, _scaled(acc, a), SLICES, PAIRED, EXACT)
 
 
@@ -225,9 +226,12 @@ def _scaled(acc, a):
 
 
 @triton.jit
-def _finite(m, MASKED: tl.constexpr):
-    """`m`, and 0 for a row that has seen no key yet: -inf - -inf would be NaN. Without a mask every row has seen one."""
-    return tl.where(m == float("-inf"), 0.0, m) if MASKED else m
+def _nothing(BM: tl.constexpr, D: tl.constexpr, SLICES: tl.constexpr):
+    """(m, l, acc) before the first tile."""
+    acc = ()
+    for _ in tl.static_range(SLICES):
+        acc += (tl.zeros([BM, D // SLICES], tl.float32),)
+    return tl.full([BM], LOWEST, tl.float32), tl.zeros([BM], tl.float32), acc
 
 
 @triton.jit
@@ -312,39 +316,25 @@ def _decode(
 
         q_row = q_ptr + (first_token + token).to(tl.int64) * q_token_stride + head.to(tl.int64) * q_head_stride
         q = ()
-        acc = ()
         for i in tl.static_range(SLICES):
             q += (tl.load(q_row[:, None] + (i * (D // SLICES) + od)[None, :], mask=live[:, None], other=0.0),)
-            for _ in tl.static_range(W):
-                acc += (tl.zeros([BM, D // SLICES // W], tl.float32),)
         q_rope = tl.load(q_row[:, None] + (D + orope)[None, :], mask=live[:, None] & (orope < R)[None, :], other=0.0)
         row_c = c
         if PAIRED:
             q, q_rope, unit = _paired_queries(q, q_rope)
             row_c = c * unit
-        m = tl.full([BM], float("-inf"), tl.float32)
-        l = tl.zeros([BM], tl.float32)
+        m, l, acc = _nothing(BM, D, SLICES * W)
         pages = block_table_ptr + request.to(tl.int64) * table_stride
 
         if LAZY:
             m, l, acc, far = _attend_piece(first_tile, end_tile, least, q, q_rope, m, l, acc, pages, kv_ptr, page_stride, c, limit, seq_len,
                                            D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, STAGES, EXACT)  # fmt: skip
-            _write_piece(m, l, acc, slot, row, first_token + token, head, groups * BM, tl.where(far > 0, 0, live) != 0, k_scale,
-                         out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, out_token_stride, out_head_stride,
-                         lse_head_stride, lse_token_stride, D, SLICES, PAIRED, EXACT)  # fmt: skip
             if far > 0:
-                m = tl.full([BM], float("-inf"), tl.float32)
-                l = tl.zeros([BM], tl.float32)
-                acc = ()
-                for _ in tl.static_range(SLICES):
-                    acc += (tl.zeros([BM, D // SLICES], tl.float32),)
+                m, l, acc = _nothing(BM, D, SLICES)
                 for t in tl.range(first_tile, end_tile, num_stages=STAGES):
                     ids = _page_ids(pages, t, on, seq_len, PAGE, BN)
                     m, l, acc = _attend_tile(t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, c, limit, seq_len,
                                              D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, False, True, EXACT)  # fmt: skip
-                _write_piece(m, l, acc, slot, row, first_token + token, head, groups * BM, live, k_scale,
-                             out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, out_token_stride, out_head_stride,
-                             lse_head_stride, lse_token_stride, D, SLICES, PAIRED, EXACT)  # fmt: skip
         else:
             # page ids are read a tile early: a load that waits for another load can't be pipelined as deep
             # the first, where it is one, without waiting for the length: it is live wherever there is a tile
@@ -361,9 +351,9 @@ def _decode(
                     ids = _page_ids(pages, t, on, seq_len, PAGE, BN)
                     m, l, acc = _attend_tile(t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, row_c, limit, seq_len,
                                              D // W, R // W, R_PADDED // W, PAGE, SLOT // W, BM, BN, SLICES, PAIRED, True, EXACT)  # fmt: skip
-            _write_piece(m, l, acc, slot, row, first_token + token, head, groups * BM, live, k_scale,
-                         out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, out_token_stride, out_head_stride,
-                         lse_head_stride, lse_token_stride, D, SLICES, PAIRED, EXACT)  # fmt: skip
+        _write_piece(m, l, acc, slot, row, first_token + token, head, groups * BM, live, k_scale,
+                     out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, out_token_stride, out_head_stride,
+                     lse_head_stride, lse_token_stride, D, SLICES, PAIRED, EXACT)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
@@ -636,9 +626,10 @@ def mla_decode(
             PAIRED=paired, PDL=pdl, EXACT=exact, num_warps=config.warps, **config.options,
         )  # fmt: skip
     block_s, block_d = _combine_shape(plan.parts, num_reqs, rank)
-    launch(
-        _combine, (heads * max_query_len, plan.splits.shape[0], rank // block_d), device,
-        partial_out, partial_lse, plan.splits, qo_indptr, out, lse, partial_rows, num_reqs, num_tokens,
-        out.stride(0), out.stride(1), *lse_strides,
-        H=heads, D=rank, BS=block_s, BD=block_d, PDL=pdl, EXACT=exact, num_warps=4, **options,
-    )  # fmt: skip
+    for splits in (plan.splits,) if len(plan.splits) <= MOST_PARTS else plan.splits.split(MOST_PARTS):
+        launch(
+            _combine, (heads * max_query_len, splits.shape[0], rank // block_d), device,
+            partial_out, partial_lse, splits, qo_indptr, out, lse, partial_rows, num_reqs, num_tokens,
+            out.stride(0), out.stride(1), *lse_strides,
+            H=heads, D=rank, BS=block_s, BD=block_d, PDL=pdl, EXACT=exact, num_warps=4, **options,
+        )  # fmt: skip
