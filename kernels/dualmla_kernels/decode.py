@@ -33,7 +33,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dualmla_kernels.launch import HAS_GLUON, cdiv, launch, next_power_of_2
-from dualmla_kernels.numerics import LN2, LOG2E, cast, dot
+from dualmla_kernels.numerics import LN2, LOG2E, cast, dot, widen
 from dualmla_kernels.plan import MOST_PARTS, PlanShape, SplitPlan, balanced_plan, fixed_plan
 from dualmla_kernels.target import TRITON_VERSION, Target, target_of
 
@@ -87,8 +87,8 @@ def _page_ids(pages, t, on, seq_len, PAGE: tl.constexpr, BN: tl.constexpr):
 def _numbers(pairs, EXACT: tl.constexpr):
     """The first and the second e4m3fn number of int16 `pairs` in fp16, which holds every one of them."""
     if EXACT:
-        even = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
-        odd = ((pairs >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        even = widen((pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True), tl.float16, EXACT)
+        odd = widen(((pairs >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True), tl.float16, EXACT)
     else:
         even, odd = tl.inline_asm_elementwise(_NUMBERS, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
     return even, odd
@@ -138,6 +138,23 @@ def _even_and_odd(x):
 
 
 @triton.jit
+def _zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr, COUNT: tl.constexpr):
+    """COUNT times zeros [ROWS, COLUMNS]."""
+    zeros = ()
+    for _ in tl.static_range(COUNT):
+        zeros += (tl.zeros([ROWS, COLUMNS], tl.float32),)
+    return zeros
+
+
+@triton.jit
+def _longer(chains, q, k, EXACT: tl.constexpr):
+    """`q` times `k` added to the chain whose turn it is, the first, which is the last then."""
+    rest = chains[1:]
+    rest += (dot(q, k, chains[0], EXACT),)
+    return rest
+
+
+@triton.jit
 def _scores(
     t, ids, q, q_rope, kv_ptr, page_stride, limit, seq_len,
     D: tl.constexpr, R: tl.constexpr, R_PADDED: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -164,28 +181,24 @@ def _scores(
     else:
         k_tile = (kv_ptr + page * page_stride + (t * BN + row) % PAGE * SLOT)[:, None]
         k_row = 0
-    chains = ()
-    for _ in tl.static_range(CHAINS):
-        chains += (tl.zeros([BM, BN], tl.float32),)
+    chains = _zeros(BM, BN, CHAINS)
     k = ()
     for i in tl.static_range(SLICES):
         columns = tl.load(k_tile + (k_row + (i * DS + od)[None, :]))
         if PAIRED is not None:
             k += (columns,)
             even, odd = _numbers(tl.trans(columns), EXACT)
-            chains = chains[1:] + (dot(q[2 * i], even, chains[0], EXACT),)
-            chains = chains[1:] + (dot(q[2 * i + 1], odd, chains[0], EXACT),)
+            chains = _longer(_longer(chains, q[2 * i], even, EXACT), q[2 * i + 1], odd, EXACT)
         else:
-            k += (columns.to(dtype),)
-            chains = chains[1:] + (dot(q[i], tl.trans(k[i]), chains[0], EXACT),)
+            k += (widen(columns, dtype, EXACT),)
+            chains = _longer(chains, q[i], tl.trans(k[i]), EXACT)
     if PAIRED is not None:
         k_rope = tl.load(k_tile + (k_row + (D + orope)[None, :]), mask=(orope < R)[None, :], other=0)
         even, odd = _numbers(tl.trans(k_rope), EXACT)
-        chains = chains[1:] + (dot(q_rope[0], even, chains[0], EXACT),)
-        chains = chains[1:] + (dot(q_rope[1], odd, chains[0], EXACT),)
+        chains = _longer(_longer(chains, q_rope[0], even, EXACT), q_rope[1], odd, EXACT)
     else:
-        k_rope = tl.load(k_tile + (k_row + (D + orope)[None, :]), mask=(orope < R)[None, :], other=0.0).to(dtype)
-        chains = chains[1:] + (dot(q_rope, tl.trans(k_rope), chains[0], EXACT),)
+        k_rope = widen(tl.load(k_tile + (k_row + (D + orope)[None, :]), mask=(orope < R)[None, :], other=0.0), dtype, EXACT)
+        chains = _longer(chains, q_rope, tl.trans(k_rope), EXACT)
     s = chains[0]
     for i in tl.static_range(1, CHAINS):
         s += chains[i]
@@ -214,7 +227,7 @@ def _top(s, c, PAIRED: tl.constexpr):
     if PAIRED is None:
         return tl.max(s, 1) * c
     else:
-        return tl.max(s, 1) * c - (HEADROOM_BF16 if PAIRED == tl.bfloat16 else HEADROOM_FP16)
+        return tl.max(s, 1) * c - (HEADROOM_BF16 if tl.bfloat16 == PAIRED else HEADROOM_FP16)
 
 
 @triton.jit
@@ -296,10 +309,7 @@ def _scaled(acc, a):
 @triton.jit
 def _nothing(BM: tl.constexpr, D: tl.constexpr, SLICES: tl.constexpr):
     """(m, l, acc) before the first tile."""
-    acc = ()
-    for _ in tl.static_range(SLICES):
-        acc += (tl.zeros([BM, D // SLICES], tl.float32),)
-    return tl.full([BM], LOWEST, tl.float32), tl.zeros([BM], tl.float32), acc
+    return tl.full([BM], LOWEST, tl.float32), tl.zeros([BM], tl.float32), _zeros(BM, D // SLICES, SLICES)
 
 
 @triton.jit
@@ -313,7 +323,7 @@ def _write_piece(
     seen = l != 0.0  # a NaN among the live numbers is seen
     weight = k_scale / tl.where(seen, l, 1.0)
     if PAIRED is not None:
-        weight *= SHRINKAGE_BF16 if PAIRED == tl.bfloat16 else SHRINKAGE_FP16
+        weight *= SHRINKAGE_BF16 if tl.bfloat16 == PAIRED else SHRINKAGE_FP16
     row_lse = tl.where(seen, m + tl.log2(tl.where(seen, l, 1.0)), float("-inf"))
     if slot < 0:
         out_row = out_ptr + token.to(tl.int64) * out_token_stride + head.to(tl.int64) * out_head_stride
@@ -364,7 +374,11 @@ def _decode(
         k_scale *= tl.load(k_scale_ptr)
     scale = softmax_scale * k_scale * LOG2E
     W: tl.constexpr = 2 if PAIRED else 1
-    PAIRED_AS: tl.constexpr = q_ptr.dtype.element_ty if PAIRED else None
+    DW: tl.constexpr = D // W
+    RW: tl.constexpr = R // W
+    RW_PADDED: tl.constexpr = R_PADDED // W
+    ROW: tl.constexpr = SLOT // W
+    AS: tl.constexpr = q_ptr.dtype.element_ty if PAIRED else None
     if PAIRED:
         kv_ptr = kv_ptr.to(tl.pointer_type(tl.int16))
         page_stride //= 2
@@ -400,7 +414,10 @@ def _decode(
                 t = first_tile + i
                 if t < end_tile:
                     page = tl.load(pages + t * BN // PAGE).to(tl.int64)
-                    _fetch_ahead(kv_ptr + page * page_stride + (t * BN) % PAGE * (SLOT // W), BN * SLOT * kv_ptr.dtype.element_ty.primitive_bitwidth // 8 // W)
+                    _fetch_ahead(
+                        kv_ptr + page * page_stride + (t * BN) % PAGE * (SLOT // W),
+                        BN * SLOT * kv_ptr.dtype.element_ty.primitive_bitwidth // 8 // W,
+                    )
         q_row = q_ptr + (first_token + token).to(tl.int64) * q_token_stride + head.to(tl.int64) * q_head_stride
         q = ()
         for i in tl.static_range(SLICES):
@@ -417,19 +434,19 @@ def _decode(
             # Every live row that sees a key sees key `least - 1` or, in a piece that ends earlier, all keys
             whole = tl.maximum(tl.minimum(end_tile - 1, tl.maximum(least - 1, 0) // BN), first_tile)
             m, l, acc = _attend_tiles(whole, end_tile, q, q_rope, m, l, acc, pages, kv_ptr, page_stride, c, limit, seq_len,
-                                      D // W, R // W, R_PADDED // W, PAGE, SLOT // W, BM, BN, SLICES, CHAINS, STAGES, PAIRED_AS, EXACT)  # fmt: skip
+                                      DW, RW, RW_PADDED, PAGE, ROW, BM, BN, SLICES, CHAINS, STAGES, AS, EXACT)  # fmt: skip
             m, l, acc, far = _attend_fixed(first_tile, whole, q, q_rope, m, l, acc, pages, kv_ptr, page_stride, c, limit, seq_len,
-                                           D // W, R // W, R_PADDED // W, PAGE, SLOT // W, BM, BN, SLICES, CHAINS, STAGES, PAIRED_AS, False, EXACT)  # fmt: skip
+                                           DW, RW, RW_PADDED, PAGE, ROW, BM, BN, SLICES, CHAINS, STAGES, AS, False, EXACT)  # fmt: skip
             if far > 0:
                 m, l, acc = _nothing(BM, D, SLICES * W)
                 m, l, acc = _attend_tiles(first_tile, end_tile, q, q_rope, m, l, acc, pages, kv_ptr, page_stride, c, limit, seq_len,
-                                          D // W, R // W, R_PADDED // W, PAGE, SLOT // W, BM, BN, SLICES, CHAINS, STAGES, PAIRED_AS, EXACT)  # fmt: skip
+                                          DW, RW, RW_PADDED, PAGE, ROW, BM, BN, SLICES, CHAINS, STAGES, AS, EXACT)  # fmt: skip
         else:
             whole = tl.minimum(end_tile, tl.maximum(least, 0) // BN)
             masked = tl.maximum(first_tile, whole)
             if LAZY == FIRST_TILE:
                 m, l, acc, far = _attend_fixed(first_tile, whole, q, q_rope, m, l, acc, pages, kv_ptr, page_stride, c, limit, seq_len,
-                                               D // W, R // W, R_PADDED // W, PAGE, SLOT // W, BM, BN, SLICES, CHAINS, STAGES, PAIRED_AS, True, EXACT)  # fmt: skip
+                                               DW, RW, RW_PADDED, PAGE, ROW, BM, BN, SLICES, CHAINS, STAGES, AS, True, EXACT)  # fmt: skip
                 if far > 0:
                     m, l, acc = _nothing(BM, D, SLICES * W)
                     masked = first_tile
@@ -439,15 +456,14 @@ def _decode(
                 for t in tl.range(first_tile, whole, num_stages=STAGES):
                     next_ids = _page_ids(pages, t + 1, on, seq_len, PAGE, BN)
                     m, l, acc = _attend_tile(t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, c, limit, seq_len,
-                                             D // W, R // W, R_PADDED // W, PAGE, SLOT // W, BM, BN, SLICES, CHAINS,
-                                             PAIRED_AS, False, EXACT)  # fmt: skip
+                                             DW, RW, RW_PADDED, PAGE, ROW, BM, BN, SLICES, CHAINS, AS, False, EXACT)  # fmt: skip
                     ids = next_ids
             if masked < end_tile:  # starting a pipeline takes its time even for no tile
                 m, l, acc = _attend_tiles(masked, end_tile, q, q_rope, m, l, acc, pages, kv_ptr, page_stride, c, limit, seq_len,
-                                          D // W, R // W, R_PADDED // W, PAGE, SLOT // W, BM, BN, SLICES, CHAINS, STAGES, PAIRED_AS, EXACT)  # fmt: skip
+                                          DW, RW, RW_PADDED, PAGE, ROW, BM, BN, SLICES, CHAINS, STAGES, AS, EXACT)  # fmt: skip
         _write_piece(m, l, acc, slot, row, first_token + token, head, groups * BM, live, k_scale,
                      out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, out_token_stride, out_head_stride,
-                     lse_head_stride, lse_token_stride, D, SLICES, PAIRED_AS, EXACT)  # fmt: skip
+                     lse_head_stride, lse_token_stride, D, SLICES, AS, EXACT)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
@@ -719,9 +735,10 @@ def mla_decode(
         launch(
             _decode, grid, device, q, kv_cache, *arguments,
             q.stride(0), q.stride(1), kv_cache.stride(0), out.stride(0), out.stride(1), *lse_strides,
-            H=heads, D=rank, R=rope, R_PADDED=max(next_power_of_2(rope), 32 if paired else 16), PAGE=kv_cache.shape[1], SLOT=kv_cache.stride(1), CAUSAL=causal,
-            TILE=plan.tile, BM=config.block_m, BN=config.block_n, SLICES=slices, CHAINS=config.chains, STAGES=config.stages, LAZY=config.lazy,
-            PAIRED=paired, PDL=pdl, EXACT=exact, num_warps=config.warps, **config.options,
+            H=heads, D=rank, R=rope, R_PADDED=max(next_power_of_2(rope), 32 if paired else 16),
+            PAGE=kv_cache.shape[1], SLOT=kv_cache.stride(1), CAUSAL=causal,
+            TILE=plan.tile, BM=config.block_m, BN=config.block_n, SLICES=slices, CHAINS=config.chains, STAGES=config.stages,
+            LAZY=config.lazy, PAIRED=paired, PDL=pdl, EXACT=exact, num_warps=config.warps, **config.options,
         )  # fmt: skip
     block_s, block_d = _combine_shape(plan.parts, num_reqs, rank)
     for splits in (plan.splits,) if len(plan.splits) <= MOST_PARTS else plan.splits.split(MOST_PARTS):
