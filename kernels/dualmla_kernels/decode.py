@@ -65,9 +65,9 @@ lop3.b32 $1, $2, 0x80008000, second, 0xea;
 
 _SHRUNK_BF16, _SHRUNK_FP16 = _shrunk(4), _shrunk(7)
 SHRINKAGE_BF16, SHRINKAGE_FP16 = tl.constexpr(2.0**120), tl.constexpr(2.0**8)  # what the wider exponent bias divides by
-# log2 of the largest score's weight, where values are shrunk. bf16: so that with them, and with FAR, nothing leaves the range of
-# fp32. fp16: the smallest weight is 2^-24, and the largest below 2^16.
-HEADROOM_BF16, HEADROOM_FP16 = tl.constexpr(60.0), tl.constexpr(15.0)
+# What weights of shrunk values are multiplied by. bf16: so that with weights up to FAR nothing leaves the range of fp32. fp16: as much
+# as 1, the largest weight, bears; the smallest number is 2^-24.
+GROWTH_BF16, GROWTH_FP16 = tl.constexpr(2.0**60), tl.constexpr(2.0**15)
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)  # a maximum of nothing: -inf - -inf, of a score that is -inf, would be NaN
 # what tiles are weighed against: the maximum so far; that of the first or of the last ones of a piece, as long as it will do
@@ -210,7 +210,10 @@ def _scores(
 @triton.jit
 def _add_values(p, k, acc, SLICES: tl.constexpr, PAIRED: tl.constexpr, EXACT: tl.constexpr):
     """Values `k`, weighted by `p` [BM, BN], into the accumulator."""
-    p = cast(p, k[0].dtype if PAIRED is None else PAIRED, EXACT)
+    if PAIRED is None:
+        p = cast(p, k[0].dtype, EXACT)
+    else:
+        p = cast(p * (GROWTH_BF16 if tl.bfloat16 == PAIRED else GROWTH_FP16), PAIRED, EXACT)
     next_acc = ()
     for i in tl.static_range(SLICES):
         if PAIRED is None:
@@ -219,15 +222,6 @@ def _add_values(p, k, acc, SLICES: tl.constexpr, PAIRED: tl.constexpr, EXACT: tl
             even, odd = _shrunk_numbers(k[i], PAIRED, EXACT)
             next_acc += (dot(p, even, acc[2 * i], EXACT), dot(p, odd, acc[2 * i + 1], EXACT))
     return next_acc
-
-
-@triton.jit
-def _top(s, c, PAIRED: tl.constexpr):
-    """The maximum [BM] that products `s` [BM, BN] are weighed against."""
-    if PAIRED is None:
-        return tl.max(s, 1) * c
-    else:
-        return tl.max(s, 1) * c - (HEADROOM_BF16 if tl.bfloat16 == PAIRED else HEADROOM_FP16)
 
 
 @triton.jit
@@ -245,7 +239,7 @@ def _attend_tile(
     """Tile t into (m, l, acc)."""
     s, k = _scores(t, ids, q, q_rope, kv_ptr, page_stride, limit, seq_len,
                    D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, CHAINS, PAIRED, MASKED, EXACT)  # fmt: skip
-    m_new = tl.maximum(m, _top(s, c, PAIRED))
+    m_new = tl.maximum(m, tl.max(s, 1) * c)
     p, a = _weights(s, c, m_new, PAIRED), tl.exp2(m - m_new)
     return m_new, l * a + tl.sum(p, 1), _add_values(p, k, _scaled(acc, a), SLICES, PAIRED, EXACT)
 
@@ -287,14 +281,13 @@ def _attend_fixed(
                        D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, CHAINS, PAIRED, False, EXACT)  # fmt: skip
         if FIRST:  # noqa: SIM102 - known to the compiler
             if t == first:
-                m = tl.maximum(m, _top(s, c, PAIRED))
+                m = tl.maximum(m, tl.max(s, 1) * c)
         p = _weights(s, c, m, PAIRED)
         sums += p
         acc = _add_values(p, k, acc, SLICES, PAIRED, EXACT)
         ids = next_ids
     l += tl.sum(sums, 1)
-    most: tl.constexpr = FAR if PAIRED is None else FAR * 2.0**HEADROOM_BF16
-    return m, l, acc, tl.max((l > most).to(tl.int32), 0)
+    return m, l, acc, tl.max((l > FAR).to(tl.int32), 0)
 
 
 @triton.jit
@@ -323,7 +316,7 @@ def _write_piece(
     seen = l != 0.0  # a NaN among the live numbers is seen
     weight = k_scale / tl.where(seen, l, 1.0)
     if PAIRED is not None:
-        weight *= SHRINKAGE_BF16 if tl.bfloat16 == PAIRED else SHRINKAGE_FP16
+        weight *= SHRINKAGE_BF16 / GROWTH_BF16 if tl.bfloat16 == PAIRED else SHRINKAGE_FP16 / GROWTH_FP16
     row_lse = tl.where(seen, m + tl.log2(tl.where(seen, l, 1.0)), float("-inf"))
     if slot < 0:
         out_row = out_ptr + token.to(tl.int64) * out_token_stride + head.to(tl.int64) * out_head_stride
