@@ -210,10 +210,9 @@ def _scores(
 @triton.jit
 def _add_values(p, k, acc, SLICES: tl.constexpr, PAIRED: tl.constexpr, EXACT: tl.constexpr):
     """Values `k`, weighted by `p` [BM, BN], into the accumulator."""
-    if PAIRED is None:
-        p = cast(p, k[0].dtype, EXACT)
-    else:
-        p = cast(p * (GROWTH_BF16 if tl.bfloat16 == PAIRED else GROWTH_FP16), PAIRED, EXACT)
+    if PAIRED is not None:
+        p *= GROWTH_BF16 if tl.bfloat16 == PAIRED else GROWTH_FP16
+    p = cast(p, k[0].dtype if PAIRED is None else PAIRED, EXACT)
     next_acc = ()
     for i in tl.static_range(SLICES):
         if PAIRED is None:
@@ -551,7 +550,7 @@ def decode_config(rows: int, dtype: torch.dtype, device: torch.device, float8: b
 
     Arguments:
         dtype: of the queries.
-        float8: whether the cache is. A plan doesn't ask: keys a tile divide those without float8, all else it goes by is the same.
+        float8: whether the cache is. A plan made without knowing is right too: keys a tile divide those without float8.
     """
     return _config(rows > 16, dtype, target_of(device), float8)
 
@@ -598,33 +597,44 @@ def _amd_config(wide: bool, dtype: torch.dtype, target: Target, float8: bool) ->
 
 
 def plan_decode(
-    seq_lens: torch.Tensor, *, num_heads: int, max_query_len: int, dtype: torch.dtype, num_kv_splits: int | None = None
+    seq_lens: torch.Tensor,
+    *,
+    num_heads: int,
+    max_query_len: int,
+    dtype: torch.dtype,
+    float8: bool = False,
+    num_kv_splits: int | None = None,
 ) -> SplitPlan:
     """The split plan of a decode over int32 `seq_lens` [num_reqs], on their device; made once a step, used by every layer.
 
     Arguments:
         max_query_len: an upper bound of the query lengths.
         dtype: of the queries.
+        float8: whether the cache is.
         num_kv_splits: pieces of every request; None: equal shares of the device.
     """
     if num_kv_splits is not None:
         config = decode_config(_config_rows(num_heads, max_query_len, num_kv_splits), dtype, seq_lens.device)
         return fixed_plan(seq_lens, splits=num_kv_splits, tile=config.tile)
-    return balanced_plan(seq_lens, plan_shape(num_heads, max_query_len, dtype, seq_lens.device))
+    return balanced_plan(seq_lens, plan_shape(num_heads, max_query_len, dtype, seq_lens.device, float8))
 
 
-def plan_shape(num_heads: int, max_query_len: int, dtype: torch.dtype, device: torch.device) -> PlanShape:
+def plan_shape(num_heads: int, max_query_len: int, dtype: torch.dtype, device: torch.device, float8: bool = False) -> PlanShape:
     """What a balanced plan for these decodes is made for: host numbers alone, so that a captured launch stays right."""
-    config = decode_config(_config_rows(num_heads, max_query_len, None), dtype, device)
-    return PlanShape(parts=max(config.programs // _groups(num_heads, max_query_len, config), 1), tile=config.tile)
+    rows = _config_rows(num_heads, max_query_len, None)
+    config = decode_config(rows, dtype, device, float8)
+    tile = decode_config(rows, dtype, device).tile  # float8 or not, so that one plan does for both
+    return PlanShape(parts=max(config.programs // _groups(num_heads, max_query_len, config), 1), tile=tile)
 
 
-def scratch_bytes(num_heads: int, max_query_len: int, num_reqs: int, kv_lora_rank: int, dtype: torch.dtype, device: torch.device) -> int:
+def scratch_bytes(
+    num_heads: int, max_query_len: int, num_reqs: int, kv_lora_rank: int, dtype: torch.dtype, device: torch.device, float8: bool
+) -> int:
     """The most that a decode with a balanced plan takes beside its arguments, whatever its lengths: partial results and plan.
 
     A program splits at most two requests, the first and the last of its share: two partial results of `block_m` rows.
     """
-    config = decode_config(_config_rows(num_heads, max_query_len, None), dtype, device)
+    config = decode_config(_config_rows(num_heads, max_query_len, None), dtype, device, float8)
     partial = 2 * config.programs * config.block_m * (kv_lora_rank + 1) * 4
     return partial + (num_reqs + config.programs) * (4 + 3 + 1) * 4
 
@@ -703,7 +713,9 @@ def mla_decode(
     config = decode_config(rows, q.dtype, q.device, float8)
     groups = _groups(heads, max_query_len, config)
     if plan is None:
-        plan = plan_decode(seq_lens, num_heads=heads, max_query_len=max_query_len, dtype=q.dtype, num_kv_splits=num_kv_splits)
+        plan = plan_decode(
+            seq_lens, num_heads=heads, max_query_len=max_query_len, dtype=q.dtype, float8=float8, num_kv_splits=num_kv_splits
+        )
     device = q.device
     exact = device.type == "cpu"
     pdl = _dependent_launch(target_of(device))
