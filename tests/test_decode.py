@@ -87,6 +87,22 @@ def test_scores_far_above_those_of_the_last_keys(dtype: torch.dtype, splits: int
     check(case, device, backend)
 
 
+@pytest.mark.parametrize("splits", [None, 1, 2])
+def test_scores_far_above_those_of_the_first_keys(splits: int | None, device: torch.device, backend: str) -> None:
+    """By more than 2^64, over a float8 cache, whose first tile's maximum serves the others too as long as it will do."""
+    float8 = next(dtype for dtype in FP8 if takes_float8(device, dtype))
+    case = DecodeCase(num_heads=3, seq_lens=(300, 64, 129), page_size=64, kv_cache_dtype=float8, num_kv_splits=splits, softmax_scale=1.0)
+    inputs = make_decode_inputs(case, device)
+    for request, length in enumerate(case.seq_lens):
+        row = inputs.kv_cache[inputs.meta.block_table[request, (length - 1) // 64], (length - 1) % 64]
+        row.copy_((inputs.q[request, 1].float() * 4).to(float8))
+    out, lse = run_decode(inputs, backend)
+    exact = exact_decode(inputs)
+    assert float(exact.lse[1].min()) > 64, "the last key's score is far above all others"
+    comparison = compare(out, lse, exact, flashmla_gate=False)
+    assert comparison.agrees, comparison.failures
+
+
 SIZES = [(rank, rope) for rank, rope in itertools.product((32, 64, 128, 256, 512), (16, 48, 64, 80, 128))]
 
 
