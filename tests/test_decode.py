@@ -29,7 +29,7 @@ from dualmla.testing import (
     make_decode_inputs,
     run_decode,
 )
-from dualmla_kernels import decode
+from dualmla_kernels import decode, decode_kernel
 from dualmla_kernels.target import CHIPS, launches_on
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -349,7 +349,7 @@ def test_more_split_requests_than_a_grid_may_have() -> None:
             lse=None,
             num_kv_splits=2,
         )
-    combined = [launch for launch in launches if launch.kernel is decode._combine]
+    combined = [launch for launch in launches if launch.kernel is decode_kernel._combine]
     assert all(size <= 65535 for launch in launches for size in launch.grid[1:])
     assert sum(launch.grid[1] for launch in combined) == requests
     assert sum(len(launch.args[2]) for launch in combined) == requests
