@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dualmla_kernels.boxes import Rest
 from dualmla_kernels.launch import HAS_GLUON, Layout, Prepared, cdiv, layout_of, next_power_of_2, without_memory
 from dualmla_kernels.numerics import LN2, LOG2E, cast, dot
 from dualmla_kernels.plan import PlanShape, SplitPlan, balanced_plan, fixed_plan
@@ -494,7 +495,6 @@ def _launches(
     num_reqs: int,
     max_query_len: int,
     plan_counts: tuple[int, int, int, int],
-    *,
     causal: bool,
     fixed: bool,
     aligned: bool,
@@ -574,11 +574,11 @@ def mla_decode(
     launches = _launches(
         device, target_of(device), layout_of(q), layout_of(kv_cache), layout_of(out), (0, 0) if lse is None else lse.stride(),
         block_table.stride(0), num_reqs, max_query_len, plan.counts,
-        causal=causal, fixed=num_kv_splits is not None, aligned=(q.data_ptr() | kv_cache.data_ptr()) % 16 == 0,
+        causal, num_kv_splits is not None, (q.data_ptr() | kv_cache.data_ptr()) % 16 == 0,
     )  # fmt: skip
     without_lse, with_lse = launches.partial
     partial_out = torch.empty(with_lse, dtype=torch.float32, device=device)  # one allocation for both: each takes its time
-    partial_lse = partial_out[without_lse:]
+    partial_lse = Rest(partial_out, without_lse)
     k_scale_tensor, k_scale = (k_scale, 1.0) if isinstance(k_scale, torch.Tensor) else (None, k_scale)
     launches.decode(
         *(q,) * launches.times, *(kv_cache,) * launches.times, block_table, seq_lens, qo_indptr, plan.pieces_of_part, plan.pieces,

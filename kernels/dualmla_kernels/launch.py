@@ -46,10 +46,11 @@ _ready: dict[tuple[Any, ...], Ready] = {}
 
 def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **kwargs: Any) -> None:
     """Run `kernel[grid](*args, **kwargs)` with `device` current. The interpreter ignores launch options."""
-    if device.type == "cpu":
+    kind = device.type  # made a string of each time
+    if kind == "cpu":
         with _interpreter_lock, _interpreting():
             _interpreted(kernel)[grid](*args, **kwargs)
-    elif device.type == "meta":
+    elif kind == "meta":
         note(Launch(kernel, grid, args, kwargs))
     else:
         _launch_on(device, _ready_for(kernel, device, kwargs), grid, args)

@@ -26,7 +26,7 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
-from dualmla_kernels.boxes import Box, described, launcher_of_encoded
+from dualmla_kernels.boxes import Box, Rest, described, launcher_of_encoded
 from dualmla_kernels.target import TRITON_VERSION
 
 RULES_KNOWN = (3, 6) <= TRITON_VERSION <= (3, 9)
@@ -40,12 +40,12 @@ class _Compiled:
     """What launches a kernel that Triton has compiled.
 
     Attributes:
-        run: called with grid, stream, `packed` and the arguments.
+        run: called with grid, stream, `between` and the arguments.
         boxes: what the kernel was compiled to of each of its descriptors.
     """
 
     run: Callable[..., None]
-    packed: tuple[Any, ...]
+    between: tuple[Any, ...]
     boxes: Sequence[Any]
 
 
@@ -57,12 +57,18 @@ def sort(args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
     tensor, on_amd = torch.Tensor, torch.version.hip is not None
     for arg in args:  # at every launch: no call that can be saved
         kind = type(arg)
-        if kind is tensor or isinstance(arg, tensor):
-            address = arg.data_ptr()
-            if on_amd:
-                add_kind((arg.dtype, address % 16 == 0, arg.untyped_storage().size() < 2**31))
+        if kind is tensor or kind is Rest or isinstance(arg, tensor):
+            if kind is Rest:
+                whole = arg.tensor
+                address = whole.data_ptr() + arg.first * whole.itemsize
             else:
-                add_kind((arg.dtype,) if address % 16 else arg.dtype)
+                whole = arg
+                address = arg.data_ptr()
+            dtype = whole.dtype
+            if on_amd:
+                add_kind((dtype, address % 16 == 0, whole.untyped_storage().size() < 2**31))
+            else:
+                add_kind((dtype,) if address % 16 else dtype)
             add_value(address)
         elif kind is int:
             if not -(2**31) <= arg < 2**31:
@@ -123,7 +129,7 @@ class Ready:
         if boxes:
             encoded = [box.encoded(tensor, metadata) for box, tensor, metadata in zip(boxes, args, compiled.boxes, strict=False)]
             values[:0] = chain.from_iterable(encoded)
-        compiled.run(x, y, z, stream, *compiled.packed, *values, *decided.numbers, *self._nothings)
+        compiled.run(x, y, z, stream, *compiled.between, *values, *decided.numbers, *self._nothings)
 
     def _launch_by_triton(self, grid: tuple[int, ...], args: tuple[Any, ...], decided: Decided, key: tuple[Any, ...]) -> None:
         boxes, left = decided.boxes, _left_to_triton(self._kernel)
@@ -136,8 +142,21 @@ class Ready:
             return
         if len(self._compiled) >= MOST:
             self._compiled.clear()
-        run = launcher_of_encoded(compiled, boxes) if boxes else compiled.run
-        self._compiled[key] = _Compiled(run, (compiled.function, compiled.packed_metadata, None, None, None), metadata)
+        launcher = launcher_of_encoded(compiled, boxes) if boxes else compiled.run
+        self._compiled[key] = _Compiled(*past_python(launcher, compiled.function, compiled.packed_metadata), metadata)
+
+
+def past_python(launcher: Any, function: Any, packed: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """What launches, and what it takes between the stream and the arguments.
+
+    In Triton 3.6 for CUDA that is the launcher's own C function: the Python around it sees to scratch memory, which most kernels
+    don't want, in over a microsecond.
+    """
+    is_cuda = type(launcher).__name__ == "CudaLauncher"
+    if TRITON_VERSION == (3, 6) and is_cuda and not launcher.global_scratch_size and not launcher.profile_scratch_size:
+        options = launcher.launch_cooperative_grid, launcher.launch_pdl
+        return launcher.launch, (function, *options, None, None, packed, None, None, None)
+    return launcher, (function, packed, None, None, None)
 
 
 def _left_to_triton(kernel: Any) -> bool:
