@@ -65,19 +65,9 @@ def launcher_of_encoded(compiled: Any, boxes: Sequence[Box]) -> Any:
     return driver.active.launcher_cls(source, compiled.metadata._replace(tensordesc_meta=None))
 
 
-class Rest:
-    """The numbers of a flat tensor from `first` on, for a kernel alone: a view would take torch microseconds to make."""
-
-    __slots__ = ("first", "tensor")
-
-    def __init__(self, tensor: torch.Tensor, first: int) -> None:
-        self.tensor, self.first = tensor, first
-
-
 def described(boxes: Sequence[Box], args: Sequence[Any]) -> list[Any]:
-    """The arguments as Triton's own launch takes them: the first ones by descriptors, others by views."""
-    boxed = [box.of(tensor) for box, tensor in zip(boxes, args, strict=False)]
-    return [*boxed, *(arg.tensor[arg.first :] if type(arg) is Rest else arg for arg in args[len(boxes) :])]
+    """The arguments as Triton's own launch takes them: the first ones by descriptors."""
+    return [*(box.of(tensor) for box, tensor in zip(boxes, args, strict=False)), *args[len(boxes) :]]
 
 
 def _encode(descriptor: Any, metadata: Any) -> list[Any]:

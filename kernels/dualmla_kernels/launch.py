@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 import triton.language as tl
+from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from dualmla_kernels.boxes import Box, described
-from dualmla_kernels.ready import NOTHING, Decided, Ready
+from dualmla_kernels.ready import NOTHING, Decided, Ready, Settled
 from dualmla_kernels.target import TRITON_VERSION, Launch, note
 
 HAS_GLUON = TRITON_VERSION >= (3, 6)
@@ -86,6 +87,15 @@ class Prepared:
             launch(self.kernel, self._grid, self._device, *given, **self._constants)
         else:
             _launch_on(self._device, self._ready, self._grid, inputs, self._decided)
+
+    def settled(self, *inputs: Any) -> Settled | None:
+        """What launches it for inputs of the same kinds, after it was launched for these; None where it can't be known."""
+        return self._ready.settled(self._grid, inputs, self._decided) if self._ready else None
+
+
+def stream_of(device: torch.device) -> int | None:
+    """The current stream of the device, None where another device is the current one."""
+    return driver.active.get_current_stream(device.index) if device.index == torch.cuda.current_device() else None
 
 
 def _ready_for(kernel: Any, device: torch.device, constants: dict[str, Any]) -> Ready:

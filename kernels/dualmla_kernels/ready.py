@@ -26,7 +26,7 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
-from dualmla_kernels.boxes import Box, Rest, described, launcher_of_encoded
+from dualmla_kernels.boxes import Box, described, launcher_of_encoded
 from dualmla_kernels.target import TRITON_VERSION
 
 RULES_KNOWN = (3, 6) <= TRITON_VERSION <= (3, 9)
@@ -57,18 +57,12 @@ def sort(args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
     tensor, on_amd = torch.Tensor, torch.version.hip is not None
     for arg in args:  # at every launch: no call that can be saved
         kind = type(arg)
-        if kind is tensor or kind is Rest or isinstance(arg, tensor):
-            if kind is Rest:
-                whole = arg.tensor
-                address = whole.data_ptr() + arg.first * whole.itemsize
-            else:
-                whole = arg
-                address = arg.data_ptr()
-            dtype = whole.dtype
+        if kind is tensor or isinstance(arg, tensor):
+            address = arg.data_ptr()
             if on_amd:
-                add_kind((dtype, address % 16 == 0, whole.untyped_storage().size() < 2**31))
+                add_kind((arg.dtype, address % 16 == 0, arg.untyped_storage().size() < 2**31))
             else:
-                add_kind((dtype,) if address % 16 else dtype)
+                add_kind((arg.dtype,) if address % 16 else arg.dtype)
             add_value(address)
         elif kind is int:
             if not -(2**31) <= arg < 2**31:
@@ -101,6 +95,29 @@ class Decided:
 NOTHING = Decided()
 
 
+class Settled:
+    """A kernel with all that it is compiled for settled: takes addresses that are multiples of 16, and floats, and asks for no more."""
+
+    __slots__ = ("_after", "_before", "_between", "_boxes", "_kernel", "_run")
+
+    def __init__(self, kernel: Any, compiled: _Compiled, grid: tuple[int, int, int], after: tuple[Any, ...], boxes: Sequence[Box]) -> None:
+        self._kernel, self._run, self._before, self._between, self._after = kernel, compiled.run, grid, compiled.between, after
+        self._boxes = [*zip(boxes, compiled.boxes, strict=True)]
+
+    @property
+    def heard(self) -> bool:
+        """Whether its launches have to go Triton's way for now."""
+        return _left_to_triton(self._kernel)
+
+    def encoded(self, *tensors: torch.Tensor) -> list[Any]:
+        """What stands for the tensors that are taken by descriptors."""
+        return [value for (box, metadata), tensor in zip(self._boxes, tensors, strict=True) for value in box.encoded(tensor, metadata)]
+
+    def __call__(self, stream: int, *values: Any) -> None:
+        """Launch it on a stream of the current device."""
+        self._run(*self._before, stream, *self._between, *values, *self._after)
+
+
 class Ready:
     """A kernel and its constants on one device: launched through Triton once for each kind of arguments, and then without.
 
@@ -130,6 +147,15 @@ class Ready:
             encoded = [box.encoded(tensor, metadata) for box, tensor, metadata in zip(boxes, args, compiled.boxes, strict=False)]
             values[:0] = chain.from_iterable(encoded)
         compiled.run(x, y, z, stream, *compiled.between, *values, *decided.numbers, *self._nothings)
+
+    def settled(self, grid: tuple[int, ...], args: tuple[Any, ...], decided: Decided) -> Settled | None:
+        """What launches arguments of these kinds at other addresses, all multiples of 16; None where that is not all to be known."""
+        kinds, _ = sort(args[len(decided.boxes) :])
+        compiled = self._compiled.get((*kinds, *decided.kinds))
+        if compiled is None or torch.version.hip is not None or any([type(kind) is tuple for kind in kinds]):
+            return None
+        x, y, z = (*grid, 1, 1)[:3]
+        return Settled(self._kernel, compiled, (x, y, z), (*decided.numbers, *self._nothings), decided.boxes)
 
     def _launch_by_triton(self, grid: tuple[int, ...], args: tuple[Any, ...], decided: Decided, key: tuple[Any, ...]) -> None:
         boxes, left = decided.boxes, _left_to_triton(self._kernel)
