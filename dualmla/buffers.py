@@ -161,7 +161,7 @@ class MetadataBuffers:
             num_tokens: slots written; -1 past the tokens of the batch.
             plan: written too where given.
         """
-        write = self._write_with_torch if self.device.type == "cpu" or not _triton_found() else self._write_with_kernel
+        write = self._write_with_torch if self._fields.is_cpu or not _triton_found() else self._write_with_kernel
         write(block_table, seq_lens, query_lens, num_reqs=num_reqs, num_decodes=num_decodes, num_tokens=num_tokens, plan=plan)
         self.kept.written(num_reqs)
 
@@ -253,7 +253,7 @@ def advance(
     positions: torch.Tensor,
 ) -> None:
     """Every request with a new token gets one more key; its token t becomes `sampled[t]` at position `seq_lens`."""
-    if seq_lens.device.type != "cpu" and _triton_found():
+    if not seq_lens.is_cpu and _triton_found():
         from dualmla_kernels.metadata import advance as kernel
 
         kernel(seq_lens, query_lens, qo_indptr, sampled, tokens, positions)

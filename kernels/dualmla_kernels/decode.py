@@ -30,9 +30,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dualmla_kernels.launch import HAS_GLUON, Layout, Prepared, cdiv, layout_of, next_power_of_2, without_memory
+from dualmla_kernels.launch import HAS_GLUON, Layout, Prepared, cdiv, layout_of, next_power_of_2, stream_of, without_memory
 from dualmla_kernels.numerics import LN2, LOG2E, cast, dot
 from dualmla_kernels.plan import PlanShape, SplitPlan, balanced_plan, fixed_plan
+from dualmla_kernels.ready import Settled
 from dualmla_kernels.target import TRITON_VERSION, Target, target_of
 
 FAR = tl.constexpr(2.0**64)  # sum of weights, relative to a maximum, above which that maximum is no good
@@ -465,21 +466,65 @@ def _dependent_launch(target: Target) -> bool:
     return target.platform == "cuda" and int(target.arch[3:]) >= 90
 
 
-@dataclass(frozen=True)
 class _Launches:
-    """A decode but for its tensors.
+    """A decode but for its tensors and scales.
 
-    Attributes:
+    Arguments:
         decode: takes q and the cache `times` each, and from `block_table_ptr` to `k_scale` what the kernel does.
         times: in how many ways the kernel copies from them.
         combine: takes what the kernel does up to `lse_ptr`.
         partial: numbers of all partial results, without and with their LSEs.
     """
 
-    decode: Prepared
-    times: int
-    combine: Prepared
-    partial: tuple[int, int]
+    def __init__(self, device: torch.device, decode: Prepared, times: int, combine: Prepared, partial: tuple[int, int]) -> None:
+        self.decode, self._device, self._times, self._combine = decode, device, times, combine
+        self._without_lse, self._with_lse = partial
+        self._settled: tuple[Settled, Settled] | None = None
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        qo_indptr: torch.Tensor,
+        plan: SplitPlan,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        softmax_scale: float,
+        k_scale: float | torch.Tensor,
+    ) -> None:
+        """Launch both kernels."""
+        partial = torch.empty(self._with_lse, dtype=torch.float32, device=self._device)  # outputs and LSEs: an allocation takes its time
+        on_device = isinstance(k_scale, torch.Tensor)
+        if self._settled is not None and not on_device and (stream := stream_of(self._device)) is not None:
+            decode, combine = self._settled
+            q_at, cache_at, out_at, partial_at = q.data_ptr(), kv_cache.data_ptr(), out.data_ptr(), partial.data_ptr()
+            table_at, lens_at, indptr_at = block_table.data_ptr(), seq_lens.data_ptr(), qo_indptr.data_ptr()
+            parts_at, pieces_at, splits_at = plan.pieces_of_part.data_ptr(), plan.pieces.data_ptr(), plan.splits.data_ptr()
+            lse_at, partial_lse_at = None if lse is None else lse.data_ptr(), partial_at + 4 * self._without_lse
+            bits = (
+                q_at | cache_at | out_at | table_at | lens_at | indptr_at | parts_at | pieces_at | splits_at | partial_at | partial_lse_at
+            )
+            if not (bits | (lse_at or 0)) & 15 and not decode.heard and not combine.heard:
+                first = (q_at, cache_at) if self._times == 1 else decode.encoded(q, q, kv_cache, kv_cache)
+                decode(
+                    stream, *first, table_at, lens_at, indptr_at, parts_at, pieces_at, out_at, lse_at, partial_at, partial_lse_at,
+                    None, softmax_scale, k_scale,
+                )  # fmt: skip
+                combine(stream, partial_at, partial_lse_at, splits_at, indptr_at, out_at, lse_at)
+                return
+        partial_lse = partial[self._without_lse :]
+        first = (*(q,) * self._times, *(kv_cache,) * self._times)
+        scales = (k_scale, softmax_scale, 1.0) if on_device else (None, softmax_scale, k_scale)
+        to_decode = (
+            *first, block_table, seq_lens, qo_indptr, plan.pieces_of_part, plan.pieces, out, lse, partial, partial_lse, *scales
+        )  # fmt: skip
+        to_combine = (partial, partial_lse, plan.splits, qo_indptr, out, lse)
+        self.decode(*to_decode)
+        self._combine(*to_combine)
+        if not on_device and (decode := self.decode.settled(*to_decode)) and (combine := self._combine.settled(*to_combine)):
+            self._settled = decode, combine
 
 
 @functools.lru_cache(maxsize=1024)
@@ -489,12 +534,11 @@ def _launches(
     of_q: Layout,
     of_cache: Layout,
     of_out: Layout,
-    lse_strides: tuple[int, ...],
+    lse_strides: tuple[int, ...] | None,
     table_stride: int,
     num_reqs: int,
     max_query_len: int,
     plan_counts: tuple[int, int, int, int],
-    *,
     causal: bool,
     fixed: bool,
     aligned: bool,
@@ -513,7 +557,7 @@ def _launches(
     grid, partial_rows = (_groups(heads, max_query_len, config), parts), _groups(heads, max_query_len, config) * config.block_m
     exact, pdl = target.platform == "cpu", _dependent_launch(target)
     options = {"launch_pdl": True} if pdl else {}
-    strides = (out.stride(0), out.stride(1), *lse_strides)
+    strides = (out.stride(0), out.stride(1), *(lse_strides or (0, 0)))
     pairs = config.pairs and HAS_GLUON and aligned
     if pairs:
         from dualmla_kernels import decode_hopper
@@ -535,7 +579,7 @@ def _launches(
         H=heads, D=rank, BS=block_s, BD=block_d, PDL=pdl, EXACT=exact, num_warps=4, **options,
     )  # fmt: skip
     rows = slots * partial_rows
-    return _Launches(decode, 2 if pairs else 1, combine, (rows * rank, rows * (rank + 1)))
+    return _Launches(device, decode, 2 if pairs else 1, combine, (rows * rank, rows * (rank + 1)))
 
 
 def mla_decode(
@@ -572,16 +616,8 @@ def mla_decode(
         plan = plan_decode(seq_lens, num_heads=heads, max_query_len=max_query_len, dtype=q.dtype, num_kv_splits=num_kv_splits)
     device = q.device
     launches = _launches(
-        device, target_of(device), layout_of(q), layout_of(kv_cache), layout_of(out), (0, 0) if lse is None else lse.stride(),
+        device, target_of(device), layout_of(q), layout_of(kv_cache), layout_of(out), None if lse is None else lse.stride(),
         block_table.stride(0), num_reqs, max_query_len, plan.counts,
-        causal=causal, fixed=num_kv_splits is not None, aligned=(q.data_ptr() | kv_cache.data_ptr()) % 16 == 0,
+        causal, num_kv_splits is not None, (q.data_ptr() | kv_cache.data_ptr()) % 16 == 0,
     )  # fmt: skip
-    without_lse, with_lse = launches.partial
-    partial_out = torch.empty(with_lse, dtype=torch.float32, device=device)  # one allocation for both: each takes its time
-    partial_lse = partial_out[without_lse:]
-    k_scale_tensor, k_scale = (k_scale, 1.0) if isinstance(k_scale, torch.Tensor) else (None, k_scale)
-    launches.decode(
-        *(q,) * launches.times, *(kv_cache,) * launches.times, block_table, seq_lens, qo_indptr, plan.pieces_of_part, plan.pieces,
-        out, lse, partial_out, partial_lse, k_scale_tensor, softmax_scale, k_scale,
-    )  # fmt: skip
-    launches.combine(partial_out, partial_lse, plan.splits, qo_indptr, out, lse)
+    launches(q, kv_cache, block_table, seq_lens, qo_indptr, plan, out, lse, softmax_scale, k_scale)

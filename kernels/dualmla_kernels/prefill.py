@@ -248,7 +248,6 @@ def _prepare(
     lse_strides: tuple[int, ...],
     num_reqs: int,
     max_seqlen_q: int,
-    *,
     causal: bool,
     aligned: bool,
 ) -> Callable[..., None]:
@@ -306,6 +305,6 @@ def mla_prefill(
     device = q.device
     prefill = _prepare(
         device, target_of(device), layout_of(q), layout_of(k), layout_of(v), layout_of(out), (0, 0) if lse is None else lse.stride(),
-        num_reqs, max_seqlen_q, causal=causal, aligned=(q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0,
+        num_reqs, max_seqlen_q, causal, (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0,
     )  # fmt: skip
     prefill(q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse, softmax_scale)
