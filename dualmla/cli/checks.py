@@ -63,7 +63,8 @@ def check(
     from dualmla.differential.check import Plan, default_jobs
     from dualmla.differential.emulated_grid import emulated_grid, for_chip
     from dualmla.differential.files import check_destinations, to_html, to_json, to_junit
-    from dualmla.differential.grids import GRIDS, random_problems
+    from dualmla.differential.grids import GRIDS
+    from dualmla.differential.random_problems import random_problems
     from dualmla.differential.report import print_report
 
     grids = {**GRIDS, "emulated": emulated_grid}

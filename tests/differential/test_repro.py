@@ -16,9 +16,10 @@ from conftest import FAULTS_FILE
 from dualmla.differential import check, repro
 from dualmla.differential.check import Plan, run_check
 from dualmla.differential.files import to_html, to_json, to_junit
-from dualmla.differential.grids import DTYPES, GRIDS, random_problems
+from dualmla.differential.grids import GRIDS
 from dualmla.differential.judge import judge
 from dualmla.differential.problems import OPERATIONS, DecodeProblem, unpack
+from dualmla.differential.random_problems import DTYPES, random_problems
 from dualmla.differential.worker import WorkerFailed
 from dualmla.testing import DecodeCase, assert_bits_equal
 from dualmla.testing.cases import Data
