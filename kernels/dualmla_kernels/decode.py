@@ -722,8 +722,8 @@ class _Launches:
             *first, block_table, seq_lens, qo_indptr, plan.pieces_of_part, plan.pieces, out, lse, partial, partial_lse, *scales
         )  # fmt: skip
         self.decode(*to_decode)
-        for i, launch_combine in enumerate(self._combines):
-            to_combine = (partial, partial_lse, plan.splits[i * MOST_PARTS :], qo_indptr, out, lse)
+        for launch_combine, splits in zip(self._combines, plan.splits.split(MOST_PARTS), strict=True):
+            to_combine = (partial, partial_lse, splits, qo_indptr, out, lse)
             launch_combine(*to_combine)
         if on_device or len(self._combines) > 1:
             return
