@@ -99,7 +99,8 @@ class MetadataBuffers:
         self.kept = KeptPlans(max_num_reqs, replayed=replayed)
         self.page_size = page_size
         self.on_replay: list[Callable[[int], None]] = []
-        self._fields = torch.zeros(7, max_num_reqs + 1, dtype=torch.int32, device=device)
+        # each row begins at a multiple of 16 bytes: kernels are compiled for that, whatever the number of requests
+        self._fields = torch.zeros(7, (max_num_reqs + 4) // 4 * 4, dtype=torch.int32, device=device)
         self._rows = self._fields.unbind()
         self._views: dict[tuple[int, int], torch.Tensor] = {}
         first = self._fields.data_ptr()

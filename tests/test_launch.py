@@ -5,8 +5,10 @@ A driver of no GPU stands in for a real one: kernels are compiled, what would be
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,11 +22,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dualmla_kernels import boxes, ready
+from dualmla_kernels import boxes, decode, prefill, ready
 from dualmla_kernels import launch as launching
 from dualmla_kernels.boxes import Box
-from dualmla_kernels.launch import Prepared, launch
+from dualmla_kernels.launch import Prepared, launch, layout_of
+from dualmla_kernels.plan import SplitPlan
 from dualmla_kernels.ready import sort
+from dualmla_kernels.target import CHIPS
 
 GFX942, SM_90 = GPUTarget("hip", "gfx942", 64), GPUTarget("cuda", 90, 32)
 DEVICE = torch.device("cuda", 0)
@@ -76,7 +80,7 @@ class Recorder:
     fill_tma_descriptor_tiled = fill_tma_descriptor  # its name in later versions
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 65536}
+        return {"max_shared_mem": 227 << 10}
 
     def load_binary(self, *args: Any) -> tuple[Any, ...]:
         return object(), object(), 0, 0, 1024
@@ -383,3 +387,112 @@ def test_what_is_remembered_is_bounded(recorder: Recorder, monkeypatch: pytest.M
         call(x, x, 0.5, 2, 64, ADD=add)
         assert len(launching._ready) <= 2
     assert recorder.plain == 8
+
+
+def hopper_decode(rank: int, rope: int, heads: int, *, with_lse: bool = True) -> tuple[Callable[[], Any], dict[str, Any]]:
+    """What makes the launches of a decode anew, and tensors for them; two requests in a plan that is not looked at."""
+    plan = SplitPlan(*(torch.zeros(n, 4, dtype=torch.int32) for n in (4, 8, 2)), slots=4, tile=64)
+    tensors: dict[str, Any] = {
+        "q": torch.zeros(2, heads, rank + rope, dtype=torch.bfloat16),
+        "kv_cache": torch.zeros(3, 64, rank + rope, dtype=torch.bfloat16),
+        "block_table": torch.zeros(2, 4, dtype=torch.int32),
+        "seq_lens": torch.zeros(4, dtype=torch.int32)[:2],
+        "qo_indptr": torch.zeros(3, dtype=torch.int32),
+        "plan": plan,
+        "out": torch.zeros(2, heads, rank, dtype=torch.bfloat16),
+        "lse": torch.zeros(heads, 2) if with_lse else None,
+        "softmax_scale": 0.1,
+        "k_scale": 1.0,
+    }
+    layouts = [layout_of(tensors[name]) for name in ("q", "kv_cache", "out")]
+    strides = (2, 1) if with_lse else None
+    key = (DEVICE, CHIPS["sm_90"], *layouts, strides, 4, 2, 1, plan.counts, True, False, True)
+    return lambda: decode._launches.__wrapped__(*key), tensors
+
+
+def hopper_prefill(*, with_lse: bool = True) -> tuple[Callable[[], Any], dict[str, Any]]:
+    """As `hopper_decode`."""
+    tensors: dict[str, Any] = {
+        **{name: torch.zeros(100, 2, dim, dtype=torch.bfloat16) for name, dim in (("q", 192), ("k", 192), ("v", 128))},
+        "cu_seqlens_q": torch.zeros(3, dtype=torch.int32),
+        "cu_seqlens_k": torch.zeros(3, dtype=torch.int32),
+        "out": torch.zeros(100, 2, 128, dtype=torch.bfloat16),
+        "lse": torch.zeros(2, 100) if with_lse else None,
+        "softmax_scale": 0.1,
+    }
+    layouts = [layout_of(tensors[name]) for name in ("q", "k", "v", "out")]
+    key = (DEVICE, CHIPS["sm_90"], *layouts, (100, 1) if with_lse else None, 2, 100, True, True)
+    return lambda: prefill._prepare.__wrapped__(*key), tensors
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(hopper_decode, 32, 16, 2),
+        partial(hopper_decode, 32, 16, 2, with_lse=False),
+        partial(hopper_decode, 512, 64, 64),
+        hopper_prefill,
+    ],
+    ids=["decode", "decode without LSE", "decode by pairs", "prefill"],
+)
+def test_settled_launches_are_the_same_launches(recorder: Recorder, monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
+    """For other tensors of the same kind nothing is sorted or encoded anew; for others, and whoever listens, it is not settled."""
+    recorder.target = SM_90
+    monkeypatch.setattr(decode, "target_of", lambda _: CHIPS["sm_90"])
+    anew, tensors = make()
+    scratch = torch.zeros(1 << 20)
+    monkeypatch.setattr(torch, "empty", lambda *shape, dtype, device: scratch.view(dtype))
+    settled, general = anew(), anew()
+
+    def launched(launches: Any, **given: Any) -> list[tuple[Any, ...]]:
+        recorder.launches.clear()
+        launches(**tensors | given)
+        return recorder.launches[:]
+
+    launched(settled)
+    assert settled._settled is not None
+    others = {name: x.clone() for name, x in tensors.items() if isinstance(x, torch.Tensor)}
+    launched(settled, **others)
+    launched(settled)
+    sorts: list[Any] = []
+    sort_again = ready.sort
+
+    def counted(args: tuple[Any, ...]) -> Any:
+        sorts.append(args)
+        return sort_again(args)
+
+    monkeypatch.setattr(ready, "sort", counted)
+    for given in ({}, {"softmax_scale": 0.25}, others):
+        general._settled = None
+        want = launched(general, **given)
+        assert sorts
+        encoded = len(recorder.encoded)
+        sorts.clear()
+        assert launched(settled, **given) == want
+        assert sorts == []
+        assert len(recorder.encoded) == encoded
+    plain = recorder.plain
+    with launch_hook("launch_enter_hook"):
+        launched(settled)
+    assert recorder.plain == plain + 2
+
+    taken: list[Any] = []  # from here on by the way that asks, which is not gone: its kernels would have to be compiled
+    monkeypatch.setattr(Prepared, "__call__", lambda prepared, *_: taken.append(prepared.kernel))
+    launched(settled)
+    assert taken == []
+    for name, x in tensors.items():
+        if isinstance(x, torch.Tensor) and name not in ("q", "k", "v", "kv_cache"):  # those must be aligned, or it is another kernel's
+            launched(settled, **{name: torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)})
+            assert len(taken) == 2, name
+            taken.clear()
+    if "plan" in tensors:
+        for name in ("pieces_of_part", "pieces", "splits"):
+            launched(settled, plan=replace(tensors["plan"], **{name: torch.zeros(33, dtype=torch.int32)[1:].view(-1, 4)}))
+            assert len(taken) == 2, name
+            taken.clear()
+        launched(settled, k_scale=torch.ones(1))
+        assert len(taken) == 2
+        taken.clear()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    launched(settled)
+    assert len(taken) == 2, "through what makes the device current"

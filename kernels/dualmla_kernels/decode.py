@@ -696,7 +696,7 @@ class _Launches:
         k_scale: float | torch.Tensor,
     ) -> None:
         """Launch both kernels."""
-        partial = torch.empty(self._with_lse, dtype=torch.float32, device=self._device)  # outputs and LSEs: an allocation takes its time
+        partial = torch.empty(self._with_lse, dtype=torch.float32, device=q.device)  # outputs and LSEs: an allocation takes its time
         on_device = isinstance(k_scale, torch.Tensor)
         if self._settled is not None and not on_device and (stream := stream_of(self._device)) is not None:
             decode, combine = self._settled
