@@ -16,6 +16,7 @@ from dualmla.testing import DecodeCase, assert_bits_equal, compare, exact_decode
 pytest.importorskip("triton")
 
 from dualmla_kernels import decode
+from dualmla_kernels.launch import Prepared
 
 pytestmark = pytest.mark.gpu
 
@@ -32,16 +33,13 @@ def _needs_hopper() -> None:
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which kernel was launched for each decode of a test."""
     kernels: list[str] = []
-    hopper = decode._hopper()
-    assert hopper is not None, "this Triton has no Gluon"
+    launch = Prepared.__call__
 
-    def watched(kernel: object, *args: object, **kwargs: object) -> None:
-        kernels.append(kernel.__name__)  # type: ignore[attr-defined]
-        launch(kernel, *args, **kwargs)  # type: ignore[arg-type]
+    def watched(prepared: Prepared, *inputs: object) -> None:
+        kernels.append(prepared.kernel.__name__)
+        launch(prepared, *inputs)
 
-    launch = decode.launch
-    monkeypatch.setattr(decode, "launch", watched)
-    monkeypatch.setattr(hopper, "launch", watched)
+    monkeypatch.setattr(Prepared, "__call__", watched)
     return kernels
 
 
@@ -98,7 +96,8 @@ def test_against_the_plain_kernel(case: DecodeCase, device: torch.device, taken:
     """Both walk the same plan; each is within the budget of float64, so they are within two of each other."""
     inputs = make_decode_inputs(case, device)
     out, lse = (x.clone() for x in run_decode(inputs, "triton") if x is not None)
-    monkeypatch.setattr(decode, "_hopper", lambda: None)
+    monkeypatch.setattr(decode, "HAS_GLUON", False)
+    monkeypatch.setattr(decode, "_launches", decode._launches.__wrapped__)
     inputs.out.fill_(float("nan"))
     plain, plain_lse = run_decode(inputs, "triton")
     assert [kernel for kernel in taken if kernel.startswith("_decode")] == ["_decode_pairs", "_decode"]

@@ -20,11 +20,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dualmla_kernels import ready
-from dualmla_kernels.launch import launch
-from dualmla_kernels.ready import launch_ready, sort
+from dualmla_kernels import boxes, ready
+from dualmla_kernels import launch as launching
+from dualmla_kernels.boxes import Box
+from dualmla_kernels.launch import Prepared, launch
+from dualmla_kernels.ready import sort
 
-GFX942 = GPUTarget("hip", "gfx942", 64)
+GFX942, SM_90 = GPUTarget("hip", "gfx942", 64), GPUTarget("cuda", 90, 32)
+DEVICE = torch.device("cuda", 0)
 
 
 @triton.jit
@@ -41,13 +44,21 @@ def constant_first(SIZE: tl.constexpr, x_ptr):
     tl.store(x_ptr + tl.arange(0, SIZE), 0.0)
 
 
+@triton.jit
+def copy_box(from_desc, to_ptr, row, SIZE: tl.constexpr):
+    on = tl.arange(0, SIZE)
+    tl.store(to_ptr + on[:, None] * SIZE + on[None, :], from_desc.load([row, 0]))
+
+
 class Recorder:
-    """In place of Triton's driver of a GPU: what would be launched."""
+    """In place of Triton's driver of a GPU: what would be launched, and encoded for a TMA unit."""
 
     def __init__(self) -> None:
         self.launches: list[tuple[Any, ...]] = []
+        self.encoded: list[tuple[Any, ...]] = []
         self.plain = 0
         self.utils = self
+        self.target = GFX942
 
     def get_current_device(self) -> int:
         return 0
@@ -56,7 +67,13 @@ class Recorder:
         return 1234 + device
 
     def get_current_target(self) -> GPUTarget:
-        return GFX942
+        return self.target
+
+    def fill_tma_descriptor(self, address: int, *rest: Any) -> tuple[Any, ...]:
+        self.encoded.append((address, *rest))
+        return self.encoded[-1]
+
+    fill_tma_descriptor_tiled = fill_tma_descriptor  # its name in later versions
 
     def get_device_properties(self, device: int) -> dict[str, int]:
         return {"max_shared_mem": 65536}
@@ -91,17 +108,18 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
         return run(*args, **kwargs)
 
     monkeypatch.setattr(triton.JITFunction, "run", counted)
-    monkeypatch.setattr(ready, "_launched", {})
+    monkeypatch.setattr(launching, "_ready", {})
+    monkeypatch.setattr(torch.cuda, "current_device", recorder.get_current_device)
     triton.runtime.driver.set_active(recorder)
     yield recorder
-    ready._launched.clear()
-    for kernel in (scale_rows, constant_first):
+    launching._ready.clear()
+    for kernel in (scale_rows, constant_first, copy_box):
         kernel.device_caches.clear()  # kernels are unloaded by the driver that loaded them
     triton.runtime.driver.set_active(None)
 
 
 def call(*args: Any, kernel: Any = scale_rows, grid: tuple[int, ...] = (3,), **kwargs: Any) -> None:
-    launch_ready(kernel, grid, 0, args, {"SIZE": 64, "num_warps": 4} | kwargs)
+    launch(kernel, grid, DEVICE, *args, **({"SIZE": 64, "num_warps": 4} | kwargs))
 
 
 def test_the_second_launch_is_triton_s(recorder: Recorder) -> None:
@@ -191,7 +209,7 @@ for _dtype, _block in ((torch.bfloat16, [16, 64]), (torch.float16, [16, 64]), (t
         VALUES[f"block {_block} of {_dtype}, layout {_width}"] = GluonDescriptor(_rows, [64, 128], [128, 1], _block, _layout)
 
 
-@pytest.mark.parametrize("target", [GFX942, GPUTarget("cuda", 90, 32)], ids=["AMD", "NVIDIA"])
+@pytest.mark.parametrize("target", [GFX942, SM_90], ids=["AMD", "NVIDIA"])
 @pytest.mark.parametrize("options", [{}, {"do_not_specialize": ["x"]}, {"do_not_specialize_on_alignment": ["x"]}], ids=str)
 def test_kinds_tell_apart_what_triton_tells_apart(monkeypatch: pytest.MonkeyPatch, target: GPUTarget, options: dict[str, Any]) -> None:
     """By Triton's own word for each argument; values of one kind are compiled for alike."""
@@ -204,9 +222,9 @@ def test_kinds_tell_apart_what_triton_tells_apart(monkeypatch: pytest.MonkeyPatc
     of = create_function_from_signature(jitted.signature, jitted.params, make_backend(target))
     said: dict[Any, dict[str, list[str]]] = {}
     for name, value in VALUES.items():
-        kinds, _ = sort((value,))
+        kind = Box(value).kind if hasattr(value, "block_shape") else sort((value,))[0][0]
         _, specialization, _ = of(value)
-        said.setdefault(kinds[0], {}).setdefault(str(specialization), []).append(name)
+        said.setdefault(kind, {}).setdefault(str(specialization), []).append(name)
     assert len(said) > 20
     assert {str(kind): by for kind, by in said.items() if len(by) > 1} == {}
 
@@ -216,27 +234,134 @@ def test_other_arguments_go_triton_s_way(recorder: Recorder) -> None:
     x = torch.zeros(64)
     assert sort((x, (1, 2), 3)) == sort((x,))
     for _ in range(2):
-        launch_ready(constant_first, (1,), 0, (64, x), {"num_warps": 4})
-        launch_ready(scale_rows, (1,), 0, (x, x, 0.5, 2, 64, 64), {"num_warps": 4})
+        launch(constant_first, (1,), DEVICE, 64, x, num_warps=4)
+        launch(scale_rows, (1,), DEVICE, x, x, 0.5, 2, 64, 64, num_warps=4)
     assert recorder.plain == 4
-    assert ready._launched == {}
 
 
-def test_hooks_hear_of_every_launch(recorder: Recorder) -> None:
-    """Triton tells them, so they are left to it."""
+def hear(*_: Any, **__: Any) -> None:
+    """What a profiler adds."""
 
-    def hook(metadata: Any) -> None:
-        """What a profiler adds."""
 
+@contextmanager
+def changed(knobs: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(knobs, name)
+    setattr(knobs, name, value)
+    yield
+    setattr(knobs, name, before)
+
+
+@contextmanager
+def launch_hook(name: str) -> Iterator[None]:
+    hooks = getattr(triton.knobs.runtime, name)
+    hooks.add(hear)
+    yield
+    hooks.remove(hear)
+
+
+@contextmanager
+def pre_run_hook() -> Iterator[None]:
+    scale_rows.add_pre_run_hook(hear)
+    yield
+    scale_rows.pre_run_hooks.remove(hear)
+
+
+@pytest.mark.parametrize(
+    "heard",
+    [
+        lambda: launch_hook("launch_enter_hook"),
+        lambda: launch_hook("launch_exit_hook"),
+        pre_run_hook,
+        lambda: changed(triton.knobs.runtime, "debug", True),
+        lambda: changed(triton.knobs.compilation, "instrumentation_mode", "mode"),
+    ],
+    ids=["before a launch", "after a launch", "before a run", "debug", "instrumented"],
+)
+def test_who_hears_of_launches_hears_of_all(recorder: Recorder, monkeypatch: pytest.MonkeyPatch, heard: Any) -> None:
+    """Triton tells them, and compiles otherwise for them: launches are left to it, and nothing of it is remembered."""
+    monkeypatch.setattr(triton.JITFunction, "_do_compile", _compiled_as_usual(triton.JITFunction._do_compile))
     x = torch.zeros(2, 64)
-    call(x, x, 0.5, 2, 64)
-    triton.knobs.runtime.launch_enter_hook.add(hook)
-    try:
+    with heard():
         call(x, x, 0.5, 2, 64)
-    finally:
-        triton.knobs.runtime.launch_enter_hook.remove(hook)
-    call(x, x, 0.5, 2, 64)
+        call(x, x, 0.5, 2, 64)
     assert recorder.plain == 2
+    call(x, x, 0.5, 2, 64)
+    call(x, x, 0.5, 2, 64)
+    assert recorder.plain == 3
+    assert recorder.launches[-1] == recorder.launches[-2]
+    with heard():
+        call(x, x, 0.5, 2, 64)
+    assert recorder.plain == 4
+
+
+def _compiled_as_usual(compile_kernel: Any) -> Any:
+    """In no mode that only some versions of Triton know: it is part of a kernel's key, and that is what matters here."""
+
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        with changed(triton.knobs.compilation, "instrumentation_mode", ""):
+            return compile_kernel(*args, **kwargs)
+
+    return compiled
+
+
+def test_a_prepared_launch_is_the_same_launch(recorder: Recorder) -> None:
+    """Whatever is decided before: with the inputs and the numbers in order, and told apart as any launch."""
+    x, y = torch.zeros(2, 64), torch.zeros(2, 65)[:, 1:]
+
+    def expected(count: int, *args: Any) -> None:
+        call(*args)
+        assert recorder.launches[-2] == recorder.launches[-1]
+        assert recorder.plain == count
+
+    prepared = Prepared(scale_rows, (3,), DEVICE, (2, 64), SIZE=64, num_warps=4)
+    for inputs, count in (((x, x, 0.5), 1), ((x, x, 0.25), 1), ((x, y, 0.5), 2), ((x, None, 0.5), 3), ((x, x, 2.0), 3)):
+        prepared(*inputs)
+        expected(count, *inputs, 2, 64)
+    Prepared(scale_rows, (3,), DEVICE, (6, 48), SIZE=64, num_warps=4)(x, x, 0.5)
+    expected(3, x, x, 0.5, 6, 48)  # compiled before, for other numbers
+    Prepared(scale_rows, (3,), DEVICE, (6, 47), SIZE=64, num_warps=4)(x, x, 0.5)
+    expected(4, x, x, 0.5, 6, 47)
+
+
+def test_boxes_are_encoded_once_an_address(recorder: Recorder) -> None:
+    """What a launch passes in place of a descriptor: the box of this tensor, its shape, its strides."""
+    recorder.target = SM_90
+    memory, out = torch.zeros(256, 64, dtype=torch.bfloat16), torch.zeros(16, 16, dtype=torch.bfloat16)
+
+    def prepare(shape: list[int], strides: list[int]) -> Prepared:
+        box = Box(TensorDescriptor(torch.empty(256, 64, dtype=torch.bfloat16, device="meta"), shape, strides, [16, 16]))
+        return Prepared(copy_box, (1,), DEVICE, (3,), [box], SIZE=16, num_warps=4)
+
+    whole, every_other = prepare([128, 64], [64, 1]), prepare([64, 64], [128, 1])
+    whole(memory, out)
+    assert recorder.plain == 1
+    assert recorder.encoded == [], "Triton's own launch does so itself"
+    for prepared, tensor, shape, strides, count in (
+        (whole, memory, [128, 64], [64, 1], 1),
+        (whole, memory, [128, 64], [64, 1], 1),
+        (whole, memory[8:], [128, 64], [64, 1], 2),
+        (every_other, memory, [64, 64], [128, 1], 3),
+        (whole, memory, [128, 64], [64, 1], 3),
+        (whole, memory[8:], [128, 64], [64, 1], 3),
+    ):
+        prepared(tensor, out)
+        box, *numbers = recorder.launches[-1][7:]
+        assert (box[0], box[5], box[6]) == (tensor.data_ptr(), shape, strides)
+        assert numbers == [*shape, *strides, out.data_ptr(), 3, None]
+        assert len(recorder.encoded) == count
+    assert recorder.plain == 1
+
+
+def test_boxes_remembered_are_bounded(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boxes, "MOST", 2)
+    recorder.target = SM_90
+    memory, out = torch.zeros(64, 64, dtype=torch.bfloat16), torch.zeros(16, 16, dtype=torch.bfloat16)
+    box = Box(TensorDescriptor(memory.to("meta"), [16, 64], [64, 1], [16, 16]))
+    prepared = Prepared(copy_box, (1,), DEVICE, (3,), [box], SIZE=16, num_warps=4)
+    for row in (0, 0, 1, 2, 3, 0):
+        prepared(memory[row:], out)
+        assert len(box._encoded) <= 2
+    assert len(recorder.encoded) == 5
 
 
 def test_other_versions_of_triton_launch_themselves(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,8 +374,12 @@ def test_other_versions_of_triton_launch_themselves(recorder: Recorder, monkeypa
 
 def test_what_is_remembered_is_bounded(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ready, "MOST", 2)
+    monkeypatch.setattr(launching, "MOST", 2)
     x = torch.zeros(2, 64)
     for rows in (1, 2, 16, 1):
         call(x, x, 0.5, rows, 64)
     assert recorder.plain == 4
-    assert len(ready._launched) == 2
+    for add in (1, 2, 3, 1):
+        call(x, x, 0.5, 2, 64, ADD=add)
+        assert len(launching._ready) <= 2
+    assert recorder.plain == 8

@@ -21,7 +21,7 @@ import dualmla
 from dualmla.testing import Exact, assert_bits_equal, compare
 from dualmla.testing.prefill import PrefillCase, PrefillInputs, exact_prefill, make_prefill_inputs, run_prefill
 from dualmla_kernels import prefill
-from dualmla_kernels.target import CHIPS, launches_on
+from dualmla_kernels.target import CHIPS, launches_on, target_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -96,6 +96,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """Both kernels that can do these cases on sm_90."""
     if request.param == "plain":
         monkeypatch.setattr(prefill, "runs_on_hopper", lambda *_: False)
+        monkeypatch.setattr(prefill, "_prepare", prefill._prepare.__wrapped__)
     return str(request.param)
 
 
@@ -107,7 +108,7 @@ def test_hopper_against_float64(case: PrefillCase, causal: bool, device: torch.d
     """Right, and the same bits each time, whichever program does which block."""
     case = dataclasses.replace(case, causal=causal)
     inputs = make_prefill_inputs(case, device)
-    assert prefill.runs_on_hopper(inputs.q, inputs.k, inputs.v) == (kernel == "hopper")
+    assert prefill.runs_on_hopper(target_of(device), inputs.q, inputs.k, inputs.v) == (kernel == "hopper")
     first = [x.clone() for x in check(inputs, "triton", truth(case, device))]
     for _ in range(2):
         inputs.out.fill_(math.nan)
@@ -143,7 +144,7 @@ def test_hopper_offsets_past_int32(name: str, device: torch.device) -> None:
     far.copy_(near)
     want = [x.clone() for x in check(inputs, "triton")]
     moved = dataclasses.replace(inputs, **{name: far})
-    assert prefill.runs_on_hopper(moved.q, moved.k, moved.v)
+    assert prefill.runs_on_hopper(target_of(device), moved.q, moved.k, moved.v)
     for title, got, expected in zip(("out", "lse"), run_prefill(moved, "triton"), want, strict=True):
         assert_bits_equal(got, expected, title)
 
@@ -155,7 +156,7 @@ def test_hopper_leaves_odd_strides_to_the_plain_kernel(device: torch.device) -> 
     inputs = make_prefill_inputs(PrefillCase(num_heads=2, query_lens=(130,)), device)
     odd = torch.empty(130, 2, 193, dtype=BF16, device=device)[..., :192]
     odd.copy_(inputs.k)
-    assert not prefill.runs_on_hopper(inputs.q, odd, inputs.v)
+    assert not prefill.runs_on_hopper(target_of(device), inputs.q, odd, inputs.v)
     check(dataclasses.replace(inputs, k=odd), "triton")
 
 

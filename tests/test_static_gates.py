@@ -150,14 +150,14 @@ def test_each_gate(change: dict[str, Any], fault: str | None) -> None:
 
 
 def test_every_kernel_is_registered() -> None:
-    """Each first argument of a `launch(...)` in the package is launched by some case, on some chip."""
+    """Each first argument of a `launch(...)` or `Prepared(...)` in the package is launched by some case, on some chip."""
     launched = {
         call.args[0].id.lstrip("_")
         for path in SOURCES.glob("*.py")
         for call in ast.walk(ast.parse(path.read_text()))
         if isinstance(call, ast.Call)
         and isinstance(call.func, ast.Name)
-        and call.func.id == "launch"
+        and call.func.id in ("launch", "Prepared")
         and isinstance(call.args[0], ast.Name)
     }
     assert len(launched) > 8, "the launches are no longer found"

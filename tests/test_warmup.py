@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import dualmla
 from dualmla.testing.layer import LayerCase, LayerInputs, make_layer_inputs
+from dualmla_kernels.launch import Prepared
 
 SMALL: dict[str, Any] = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "page_size": 16}
 
@@ -30,7 +31,14 @@ def recorded_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
 
         return recording
 
+    call = Prepared.__call__
+
+    def recording_call(prepared: Prepared, *inputs: Any) -> None:
+        names.add(prepared.kernel.fn.__qualname__)
+        call(prepared, *inputs)
+
     with monkeypatch.context() as patch:
+        patch.setattr(Prepared, "__call__", recording_call)
         for name, module in list(sys.modules.items()):
             if name.startswith("dualmla_kernels.") and name != "dualmla_kernels.launch" and hasattr(module, "launch"):
                 patch.setattr(module, "launch", record(module.launch))

@@ -24,14 +24,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import ModuleType
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dualmla_kernels.launch import HAS_GLUON, cdiv, launch, next_power_of_2
+from dualmla_kernels.launch import HAS_GLUON, Layout, Prepared, cdiv, layout_of, next_power_of_2, without_memory
 from dualmla_kernels.numerics import LN2, LOG2E, cast, dot
 from dualmla_kernels.plan import PlanShape, SplitPlan, balanced_plan, fixed_plan
 from dualmla_kernels.target import TRITON_VERSION, Target, target_of
@@ -466,14 +465,77 @@ def _dependent_launch(target: Target) -> bool:
     return target.platform == "cuda" and int(target.arch[3:]) >= 90
 
 
-@functools.cache
-def _hopper() -> ModuleType | None:
-    """`decode_hopper`, imported when first used; None where Triton has no Gluon."""
-    if not HAS_GLUON:
-        return None
-    from dualmla_kernels import decode_hopper
+@dataclass(frozen=True)
+class _Launches:
+    """A decode but for its tensors.
 
-    return decode_hopper
+    Attributes:
+        decode: takes q and the cache `times` each, and from `block_table_ptr` to `k_scale` what the kernel does.
+        times: in how many ways the kernel copies from them.
+        combine: takes what the kernel does up to `lse_ptr`.
+        partial: numbers of all partial results, without and with their LSEs.
+    """
+
+    decode: Prepared
+    times: int
+    combine: Prepared
+    partial: tuple[int, int]
+
+
+@functools.lru_cache(maxsize=1024)
+def _launches(
+    device: torch.device,
+    target: Target,
+    of_q: Layout,
+    of_cache: Layout,
+    of_out: Layout,
+    lse_strides: tuple[int, ...],
+    table_stride: int,
+    num_reqs: int,
+    max_query_len: int,
+    plan_counts: tuple[int, int, int, int],
+    *,
+    causal: bool,
+    fixed: bool,
+    aligned: bool,
+) -> _Launches:
+    """What a decode launches: a function of numbers that the host knows, and so worked out once for calls that are alike.
+
+    Arguments:
+        plan_counts: `SplitPlan.counts`.
+        fixed: whether the caller fixed the splits.
+        aligned: whether q and the cache begin at multiples of 16 bytes.
+    """
+    q, kv_cache, out = without_memory(of_q), without_memory(of_cache), without_memory(of_out)
+    (parts, most_splits, slots, tile), (num_tokens, heads, rank) = plan_counts, out.shape
+    rope = q.shape[2] - rank
+    config = decode_config(_config_rows(heads, max_query_len, 1 if fixed else None), q.dtype, device, kv_cache.dtype.itemsize == 1)
+    grid, partial_rows = (_groups(heads, max_query_len, config), parts), _groups(heads, max_query_len, config) * config.block_m
+    exact, pdl = target.platform == "cpu", _dependent_launch(target)
+    options = {"launch_pdl": True} if pdl else {}
+    strides = (out.stride(0), out.stride(1), *lse_strides)
+    pairs = config.pairs and HAS_GLUON and aligned
+    if pairs:
+        from dualmla_kernels import decode_hopper
+
+        pairs = decode_hopper.fits(q, kv_cache, rank)
+    if pairs:
+        decode = decode_hopper.prepare_pairs(grid, device, q, kv_cache, table_stride, strides, causal=causal)
+    else:
+        slices = max(min(config.slices, rank // 64), 1)  # a product needs 16 columns and is better off with 64
+        decode = Prepared(
+            _decode, grid, device, (table_stride, q.stride(0), q.stride(1), kv_cache.stride(0), *strides),
+            H=heads, D=rank, R=rope, R_PADDED=next_power_of_2(rope), PAGE=kv_cache.shape[1], SLOT=kv_cache.stride(1), CAUSAL=causal,
+            TILE=tile, BM=config.block_m, BN=config.block_n, SLICES=slices, STAGES=config.stages, LAZY=config.lazy,
+            PDL=pdl, EXACT=exact, num_warps=config.warps, **config.options,
+        )  # fmt: skip
+    block_s, block_d = _combine_shape(parts, num_reqs, rank)
+    combine = Prepared(
+        _combine, (heads * max_query_len, most_splits, rank // block_d), device, (partial_rows, num_reqs, num_tokens, *strides),
+        H=heads, D=rank, BS=block_s, BD=block_d, PDL=pdl, EXACT=exact, num_warps=4, **options,
+    )  # fmt: skip
+    rows = slots * partial_rows
+    return _Launches(decode, 2 if pairs else 1, combine, (rows * rank, rows * (rank + 1)))
 
 
 def mla_decode(
@@ -500,50 +562,26 @@ def mla_decode(
         num_kv_splits: pieces of every request; None: a balanced plan.
         plan: what `plan_decode` made for these lengths; None: made here.
     """
-    num_tokens, heads, rank = out.shape
-    num_reqs = seq_lens.shape[0]
-    rope = q.shape[2] - rank
+    heads, num_reqs = out.shape[1], seq_lens.shape[0]
     if num_reqs == 0 or max_query_len == 0 or block_table.shape[1] == 0:  # a table without pages: an engine's profile run
         out.zero_()
         if lse is not None:
             lse.fill_(float("-inf"))
         return
-    rows, float8 = _config_rows(heads, max_query_len, num_kv_splits), kv_cache.dtype.itemsize == 1
-    config = decode_config(rows, q.dtype, q.device, float8)
-    groups = _groups(heads, max_query_len, config)
     if plan is None:
         plan = plan_decode(seq_lens, num_heads=heads, max_query_len=max_query_len, dtype=q.dtype, num_kv_splits=num_kv_splits)
     device = q.device
-    exact = device.type == "cpu"
-    pdl = _dependent_launch(target_of(device))
-    options = {"launch_pdl": True} if pdl else {}
-    partial_rows = groups * config.block_m
-    partial_out = torch.empty(plan.slots, partial_rows, rank, dtype=torch.float32, device=device)
-    partial_lse = torch.empty(plan.slots, partial_rows, dtype=torch.float32, device=device)
-    lse_strides = (0, 0) if lse is None else lse.stride()
-    slices = max(min(config.slices, rank // 64), 1)  # a product needs 16 columns and is better off with 64
-    on_device = isinstance(k_scale, torch.Tensor)
-    grid = (groups, plan.parts)
-    arguments = (
-        block_table, seq_lens, qo_indptr, plan.pieces_of_part, plan.pieces, out, lse, partial_out, partial_lse,
-        k_scale if on_device else None, softmax_scale, 1.0 if on_device else k_scale, block_table.stride(0),
+    launches = _launches(
+        device, target_of(device), layout_of(q), layout_of(kv_cache), layout_of(out), (0, 0) if lse is None else lse.stride(),
+        block_table.stride(0), num_reqs, max_query_len, plan.counts,
+        causal=causal, fixed=num_kv_splits is not None, aligned=(q.data_ptr() | kv_cache.data_ptr()) % 16 == 0,
     )  # fmt: skip
-    if config.pairs and (hopper := _hopper()) and hopper.fits(q, kv_cache, rank):
-        hopper.decode_pairs(
-            grid, q, kv_cache, *arguments, out_strides=(out.stride(0), out.stride(1)), lse_strides=lse_strides, causal=causal
-        )
-    else:
-        launch(
-            _decode, grid, device, q, kv_cache, *arguments,
-            q.stride(0), q.stride(1), kv_cache.stride(0), out.stride(0), out.stride(1), *lse_strides,
-            H=heads, D=rank, R=rope, R_PADDED=next_power_of_2(rope), PAGE=kv_cache.shape[1], SLOT=kv_cache.stride(1), CAUSAL=causal,
-            TILE=plan.tile, BM=config.block_m, BN=config.block_n, SLICES=slices, STAGES=config.stages, LAZY=config.lazy,
-            PDL=pdl, EXACT=exact, num_warps=config.warps, **config.options,
-        )  # fmt: skip
-    block_s, block_d = _combine_shape(plan.parts, num_reqs, rank)
-    launch(
-        _combine, (heads * max_query_len, plan.splits.shape[0], rank // block_d), device,
-        partial_out, partial_lse, plan.splits, qo_indptr, out, lse, partial_rows, num_reqs, num_tokens,
-        out.stride(0), out.stride(1), *lse_strides,
-        H=heads, D=rank, BS=block_s, BD=block_d, PDL=pdl, EXACT=exact, num_warps=4, **options,
+    without_lse, with_lse = launches.partial
+    partial_out = torch.empty(with_lse, dtype=torch.float32, device=device)  # one allocation for both: each takes its time
+    partial_lse = partial_out[without_lse:]
+    k_scale_tensor, k_scale = (k_scale, 1.0) if isinstance(k_scale, torch.Tensor) else (None, k_scale)
+    launches.decode(
+        *(q,) * launches.times, *(kv_cache,) * launches.times, block_table, seq_lens, qo_indptr, plan.pieces_of_part, plan.pieces,
+        out, lse, partial_out, partial_lse, k_scale_tensor, softmax_scale, k_scale,
     )  # fmt: skip
+    launches.combine(partial_out, partial_lse, plan.splits, qo_indptr, out, lse)

@@ -25,8 +25,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from dualmla_kernels.boxes import Box
 from dualmla_kernels.gluon_compat import async_load, barrier, reinterpret
-from dualmla_kernels.launch import launch
+from dualmla_kernels.launch import Prepared
 from dualmla_kernels.numerics import LN2, LOG2E
 
 RANK, ROPE = 512, 64
@@ -462,28 +463,34 @@ def fits(q: torch.Tensor, kv_cache: torch.Tensor, rank: int) -> bool:
     )
 
 
-def decode_pairs(
+def prepare_pairs(
     grid: tuple[int, int],
+    device: torch.device,
     q: torch.Tensor,
     kv_cache: torch.Tensor,
-    *arguments: torch.Tensor | float | None,
-    out_strides: tuple[int, ...],
-    lse_strides: tuple[int, ...],
+    table_stride: int,
+    strides: tuple[int, ...],
+    *,
     causal: bool,
-) -> None:
-    """Launch the kernel over `grid`; `arguments`: the kernel's own, from `block_table_ptr` to `table_stride`."""
+) -> Prepared:
+    """The launch of the kernel for tensors that are, but for their memory, as `q` and `kv_cache` on "meta".
+
+    Arguments:
+        strides: the kernel's own, of out and LSE.
+
+    Returns:
+        what takes q, q, kv_cache, kv_cache and the kernel's arguments from `block_table_ptr` to `k_scale`.
+    """
     tokens, heads, dim = q.shape
     num_pages, page_size, _ = kv_cache.shape
     page_rows = kv_cache.stride(0) // kv_cache.stride(1)
     q_rows, kv_rows = [tokens * heads, dim], [(num_pages - 1) * page_rows + page_size, dim]
-    launch(
-        _decode_pairs, grid, q.device,
-        _descriptor(q, q_rows, RANK // 4), _descriptor(q, q_rows, ROPE),
-        _descriptor(kv_cache, kv_rows, RANK // 4), _descriptor(kv_cache, kv_rows, ROPE),
-        *arguments, page_rows, *out_strides, *lse_strides,
+    boxes = [_box(tensor, rows, columns) for tensor, rows in ((q, q_rows), (kv_cache, kv_rows)) for columns in (RANK // 4, ROPE)]
+    return Prepared(
+        _decode_pairs, grid, device, (table_stride, page_rows, *strides), boxes,
         H=heads, PAGE=page_size, CAUSAL=causal, num_warps=4,
     )  # fmt: skip
 
 
-def _descriptor(tensor: torch.Tensor, shape: list[int], columns: int) -> TensorDescriptor:
-    return TensorDescriptor(tensor, shape, [tensor.stride(1), 1], [TILE, columns], _IN_SHARED.value)
+def _box(tensor: torch.Tensor, shape: list[int], columns: int) -> Box:
+    return Box(TensorDescriptor(tensor, shape, [tensor.stride(1), 1], [TILE, columns], _IN_SHARED.value))

@@ -17,14 +17,15 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from dualmla_kernels.ready import launch_ready
+from dualmla_kernels.boxes import Box, described
+from dualmla_kernels.ready import NOTHING, Decided, Ready
 from dualmla_kernels.target import TRITON_VERSION, Launch, note
 
 HAS_GLUON = TRITON_VERSION >= (3, 6)
@@ -37,6 +38,12 @@ _interpreter_lock = threading.RLock()
 _patched: set[int] = set()
 
 
+MOST = 1024
+"""Kernels with constants remembered: more than come up, and a bound of the memory they take."""
+
+_ready: dict[tuple[Any, ...], Ready] = {}
+
+
 def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **kwargs: Any) -> None:
     """Run `kernel[grid](*args, **kwargs)` with `device` current. The interpreter ignores launch options."""
     if device.type == "cpu":
@@ -44,11 +51,75 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
             _interpreted(kernel)[grid](*args, **kwargs)
     elif device.type == "meta":
         note(Launch(kernel, grid, args, kwargs))
-    elif device.index == torch.cuda.current_device():
-        launch_ready(kernel, grid, device.index, args, kwargs)
+    else:
+        _launch_on(device, _ready_for(kernel, device, kwargs), grid, args)
+
+
+class Prepared:
+    """`kernel[grid](*inputs, *numbers, **constants)` on a device with all but the inputs decided: for what is launched again and again.
+
+    Arguments:
+        numbers: ints, the last arguments before the constants.
+        boxes: of the first inputs, where the kernel takes them by descriptors.
+        constants: of the kernel, and options of the compiler.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        device: torch.device,
+        numbers: tuple[int, ...],
+        boxes: Sequence[Box] = (),
+        /,
+        **constants: Any,
+    ) -> None:
+        self.kernel, self._grid, self._device, self._constants = kernel, grid, device, constants
+        self._decided = Decided(numbers, boxes)
+        self._ready = _ready_for(kernel, device, constants) if device.type == "cuda" else None
+
+    def __call__(self, *inputs: Any) -> None:
+        """Launch it with these inputs: tensors, floats, None."""
+        if self._ready is None:
+            given = (*described(self._decided.boxes, inputs), *self._decided.numbers)
+            launch(self.kernel, self._grid, self._device, *given, **self._constants)
+        else:
+            _launch_on(self._device, self._ready, self._grid, inputs, self._decided)
+
+
+def _ready_for(kernel: Any, device: torch.device, constants: dict[str, Any]) -> Ready:
+    """The same for the same kernel, GPU and constants."""
+    key = (id(kernel), device.index, *constants, *constants.values())
+    ready = _ready.get(key)
+    if ready is None:
+        if len(_ready) >= MOST:
+            _ready.clear()
+        ready = _ready[key] = Ready(kernel, device.index, constants)
+    return ready
+
+
+def _launch_on(device: torch.device, ready: Ready, grid: tuple[int, ...], args: tuple[Any, ...], decided: Decided = NOTHING) -> None:
+    """With the device current."""
+    if device.index == torch.cuda.current_device():
+        ready.launch(grid, args, decided)
     else:
         with torch.cuda.device(device):
-            launch_ready(kernel, grid, device.index, args, kwargs)
+            ready.launch(grid, args, decided)
+
+
+Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
+"""Shape, strides and dtype of a tensor: what a launch is worked out from, remembered by."""
+
+
+def layout_of(tensor: torch.Tensor) -> Layout:
+    """All that is known of a tensor but where it is."""
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def without_memory(layout: Layout) -> torch.Tensor:
+    """A tensor of that layout on the device "meta"."""
+    shape, strides, dtype = layout
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 
 
 def cdiv(n: int, size: int) -> int:

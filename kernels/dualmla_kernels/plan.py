@@ -19,6 +19,7 @@ others of `step_r` (the last: what is left). The closed forms here serve a CPU, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -64,6 +65,11 @@ class SplitPlan:
     @property
     def parts(self) -> int:
         return self.pieces_of_part.shape[0] - 1
+
+    @cached_property
+    def counts(self) -> tuple[int, int, int, int]:
+        """What launches are sized by: parts, rows of splits, slots, keys a tile."""
+        return self.parts, self.splits.shape[0], self.slots, self.tile
 
     def of(self, num_reqs: int) -> SplitPlan:
         """The part of this plan's buffers that a balanced plan for `num_reqs` requests takes."""

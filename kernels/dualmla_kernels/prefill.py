@@ -18,13 +18,15 @@ The last dimension of q, k, v and out is dense, other strides are arguments; off
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from dualmla_kernels.launch import HAS_GLUON, cdiv, launch, next_power_of_2
+from dualmla_kernels.launch import HAS_GLUON, Layout, Prepared, cdiv, layout_of, next_power_of_2, without_memory
 from dualmla_kernels.numerics import LN2, LOG2E, cast, dot
 from dualmla_kernels.target import Target, target_of
 
@@ -217,14 +219,14 @@ def split_head_dim(head_dim: int) -> tuple[int, int]:
     return first, head_dim - first
 
 
-def runs_on_hopper(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+def runs_on_hopper(target: Target, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether `prefill_hopper` can do it: on sm_90, 16-bit numbers, DeepSeek's head dims, tensors that the TMA unit can describe.
 
     It reads [rows, H, D] as rows of all heads: steps of 16 bytes, columns within int32.
     """
     return (
         HAS_GLUON
-        and target_of(q.device).arch == "sm_90"
+        and target.arch == "sm_90"
         and q.dtype in (torch.bfloat16, torch.float16)
         and (q.shape[2], v.shape[2]) == (192, 128)
         and all(
@@ -232,6 +234,46 @@ def runs_on_hopper(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
             and (x.shape[1] - 1) * x.stride(1) + x.shape[2] < 1 << 31
             for x in (q, k, v)
         )
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def _prepare(
+    device: torch.device,
+    target: Target,
+    of_q: Layout,
+    of_k: Layout,
+    of_v: Layout,
+    of_out: Layout,
+    lse_strides: tuple[int, ...],
+    num_reqs: int,
+    max_seqlen_q: int,
+    *,
+    causal: bool,
+    aligned: bool,
+) -> Callable[..., None]:
+    """What takes a prefill's tensors and scale, in the order of the kernel: a function of numbers that the host knows.
+
+    Arguments:
+        aligned: whether q, k and v begin at multiples of 16 bytes.
+    """
+    q, k, v, out = (without_memory(layout) for layout in (of_q, of_k, of_v, of_out))
+    num_tokens, heads, v_dim = out.shape
+    if max_seqlen_q > SHORT and aligned and runs_on_hopper(target, q, k, v):
+        from dualmla_kernels.prefill_hopper import prepare_hopper
+
+        return prepare_hopper(device, target.processors, q, k, v, out, lse_strides, num_reqs, causal=causal)
+    config = prefill_config(max_seqlen_q, q.shape[2] + v_dim, q.dtype, target)
+    blocks = cdiv(max_seqlen_q, config.block_m)
+    group = min(config.group, heads)
+    first, rest = split_head_dim(q.shape[2])
+    return Prepared(
+        _prefill, (cdiv(heads, group) * group * num_reqs * blocks,), device,
+        (num_reqs, num_tokens, blocks, *(stride for x in (q, k, v, out) for stride in x.stride()[:2]), *lse_strides),
+        H=heads, D0=first, D1=rest, D1_PADDED=max(next_power_of_2(rest), 16),
+        V=v_dim, V_PADDED=max(next_power_of_2(v_dim), LEAST_V[target.platform]),
+        CAUSAL=causal, BM=config.block_m, BN=config.block_n, GROUP=group, STAGES=config.stages,
+        EXACT=target.platform == "cpu", num_warps=config.warps,
     )  # fmt: skip
 
 
@@ -254,32 +296,16 @@ def mla_prefill(
         max_seqlen_q: an upper bound of the query lengths, known on the host.
         out: any float dtype, fp32 to keep what bf16 would round away.
     """
-    num_tokens, heads, v_dim = out.shape
     num_reqs = cu_seqlens_q.shape[0] - 1
-    max_seqlen_q = min(max_seqlen_q, num_tokens)  # a bound may be loose: no program for blocks that can't be
+    max_seqlen_q = min(max_seqlen_q, out.shape[0])  # a bound may be loose: no program for blocks that can't be
     if num_reqs == 0 or max_seqlen_q == 0 or k.shape[0] == 0:
         out.zero_()
         if lse is not None:
             lse.fill_(float("-inf"))
         return
     device = q.device
-    target = target_of(device)
-    if max_seqlen_q > SHORT and runs_on_hopper(q, k, v):
-        from dualmla_kernels.prefill_hopper import mla_prefill_hopper
-
-        mla_prefill_hopper(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal=causal, out=out, lse=lse)
-        return
-    config = prefill_config(max_seqlen_q, q.shape[2] + v_dim, q.dtype, target)
-    blocks = cdiv(max_seqlen_q, config.block_m)
-    group = min(config.group, heads)
-    first, rest = split_head_dim(q.shape[2])
-    launch(
-        _prefill, (cdiv(heads, group) * group * num_reqs * blocks,), device,
-        q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse, softmax_scale, num_reqs, num_tokens, blocks,
-        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0), out.stride(1),
-        *((0, 0) if lse is None else lse.stride()),
-        H=heads, D0=first, D1=rest, D1_PADDED=max(next_power_of_2(rest), 16),
-        V=v_dim, V_PADDED=max(next_power_of_2(v_dim), LEAST_V[target.platform]),
-        CAUSAL=causal, BM=config.block_m, BN=config.block_n, GROUP=group, STAGES=config.stages,
-        EXACT=device.type == "cpu", num_warps=config.warps,
+    prefill = _prepare(
+        device, target_of(device), layout_of(q), layout_of(k), layout_of(v), layout_of(out), (0, 0) if lse is None else lse.stride(),
+        num_reqs, max_seqlen_q, causal=causal, aligned=(q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0,
     )  # fmt: skip
+    prefill(q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse, softmax_scale)

@@ -22,17 +22,19 @@ Shapes: T queries and S keys of all requests, H heads; a block has BM = 128 quer
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from dualmla_kernels.boxes import Box
 from dualmla_kernels.gluon_compat import async_load, barrier
-from dualmla_kernels.launch import cdiv, launch
+from dualmla_kernels.launch import Prepared, cdiv
 from dualmla_kernels.numerics import LN2, LOG2E
-from dualmla_kernels.prefill_order import order_blocks
-from dualmla_kernels.target import target_of
+from dualmla_kernels.prefill_order import prepare_order
 
 BN, STAGES = 128, 2
 REGISTERS = 240
@@ -303,36 +305,53 @@ def _prefill_hopper(
     )  # fmt: skip
 
 
-def _described(x: torch.Tensor, box: list[int]) -> TensorDescriptor:
+def _box(x: torch.Tensor, box: list[int]) -> Box:
     """`x` [rows, H, D] by boxes of rows and of columns, heads one after the other; a box of rank 4 for rows that end anywhere."""
     columns, stride = (x.shape[1] - 1) * x.stride(1) + x.shape[2], x.stride(0)
     if len(box) == 2:
-        return TensorDescriptor(x, [x.shape[0], columns], [stride, 1], box, BOX)
+        return Box(TensorDescriptor(x, [x.shape[0], columns], [stride, 1], box, BOX))
     most = 0x7FFF0000
-    return TensorDescriptor(x, [most, most, ROWS.value, columns], [(1 << 34) - stride, stride, stride, 1], box, RAGGED_BOX)
+    return Box(TensorDescriptor(x, [most, most, ROWS.value, columns], [(1 << 34) - stride, stride, stride, 1], box, RAGGED_BOX))
 
 
-def mla_prefill_hopper(
+def prepare_hopper(
+    device: torch.device,
+    programs: int,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    softmax_scale: float,
+    out: torch.Tensor,
+    lse_strides: tuple[int, ...],
+    num_reqs: int,
     *,
     causal: bool,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
-    """As `prefill.mla_prefill` where `prefill.runs_on_hopper`, for at least one request and one key."""
+) -> Callable[..., None]:
+    """As `prefill.prepare` where `prefill.runs_on_hopper`, for tensors that are, but for their memory, as those on "meta".
+
+    Arguments:
+        programs: multiprocessors of the device.
+        num_reqs: at least one, with at least one key.
+    """
     num_tokens, heads, _ = out.shape
-    programs = target_of(q.device).processors
-    order = order_blocks(cu_seqlens_q, cu_seqlens_k, programs, causal=causal, out=out, lse=lse)
+    ordered = prepare_order(device, out, lse_strides, num_reqs, programs, causal=causal)
     group, last = min(cdiv(GROUP_TOKENS, num_tokens), heads), min(cdiv(LAST_TOKENS, num_tokens), heads)
-    launch(
-        _prefill_hopper, (programs,), q.device,
-        _described(q, [64, 64]), _described(k, [BN, 64]), _described(v, [1, 1, BN, 128]), order, out, lse, softmax_scale,
-        heads, group, (heads - last) // group * group, q.stride(1), k.stride(1), v.stride(1), out.stride(0), out.stride(1),
-        *((0, 0) if lse is None else lse.stride()),
+    attend = Prepared(
+        _prefill_hopper, (programs,), device,
+        (heads, group, (heads - last) // group * group, q.stride(1), k.stride(1), v.stride(1), out.stride(0), out.stride(1), *lse_strides),
+        [_box(q, [64, 64]), _box(k, [BN, 64]), _box(v, [1, 1, BN, 128])],
         CAUSAL=causal, BN=BN, STAGES=STAGES, REGISTERS=REGISTERS, num_warps=4,
     )  # fmt: skip
+
+    def prefill(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        softmax_scale: float,
+    ) -> None:
+        attend(q, k, v, ordered(cu_seqlens_q, cu_seqlens_k, out, lse), out, lse, softmax_scale)
+
+    return prefill

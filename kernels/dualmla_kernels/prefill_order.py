@@ -17,11 +17,13 @@ Shapes: T queries of all requests, H heads. Blocks number at most T // BM + num_
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 
-from dualmla_kernels.launch import launch, next_power_of_2
+from dualmla_kernels.launch import Prepared, next_power_of_2
 from dualmla_kernels.prefill import write_padding
 
 BM = 128
@@ -98,21 +100,26 @@ def _order(
     )  # fmt: skip
 
 
-def order_blocks(
-    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, taken: int, *, causal: bool, out: torch.Tensor, lse: torch.Tensor | None
-) -> torch.Tensor:
-    """The tensor `order`, without a wait for the device; rows of padding of `out` and `lse` are written on the way.
+def prepare_order(
+    device: torch.device, out: torch.Tensor, lse_strides: tuple[int, ...], num_reqs: int, taken: int, *, causal: bool
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]:
+    """From `cu_seqlens_q`, `cu_seqlens_k`, `out` and `lse` on the device to `order`; their rows of padding are written on the way.
 
     Arguments:
+        out: of the shape and strides of those to come, on "meta".
+        lse_strides: of the LSE to come; any where there is none.
         taken: items that are given away before any is asked for.
     """
     num_tokens, heads, v_dim = out.shape
-    num_reqs = cu_seqlens_q.shape[0] - 1
-    order = torch.empty(1 + num_tokens // BM + num_reqs, 8, dtype=torch.int32, device=out.device)
-    launch(
-        _order, (max(num_reqs, 32),), out.device,
-        cu_seqlens_q, cu_seqlens_k, order, out, lse, num_reqs, num_tokens, taken,
-        out.stride(0), out.stride(1), *((0, 0) if lse is None else lse.stride()),
+    rows = 1 + num_tokens // BM + num_reqs
+    launch = Prepared(
+        _order, (max(num_reqs, 32),), device, (num_reqs, num_tokens, taken, out.stride(0), out.stride(1), *lse_strides),
         H=heads, V=v_dim, V_PADDED=next_power_of_2(v_dim), CAUSAL=causal, BM=BM, LEVEL=LEVEL, BLOCKS=BLOCKS, num_warps=4,
     )  # fmt: skip
-    return order
+
+    def ordered(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
+        order = torch.empty(rows, 8, dtype=torch.int32, device=device)
+        launch(cu_seqlens_q, cu_seqlens_k, order, out, lse)
+        return order
+
+    return ordered

@@ -7,53 +7,46 @@ apart at least what Triton tells apart, and what Triton launched for the same ki
     tensor   its dtype; whether it is aligned to 16 bytes; on AMD also whether its memory is within 2 GiB (buffer instructions)
     int      1; a multiple of 16; any other; and the integer type that holds it
     float, bool, None   their type
-    tensor descriptor   the dtype of its tensor, its block, and its layout where Gluon gives it one
 
 These are the rules of Triton 3.6 to 3.9; tests/test_launch.py holds them against Triton's own. Other versions, arguments that
-are none of these, and launches that a profiler's hooks want to hear of go Triton's way.
+are none of these, and launches that somebody wants to hear of or has instrumented go Triton's way.
+
+Tensors that a kernel takes by descriptor are encoded for the TMA unit once an address (boxes.py), not at each launch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
-import triton
+from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
+from dualmla_kernels.boxes import Box, described, launcher_of_encoded
 from dualmla_kernels.target import TRITON_VERSION
 
 RULES_KNOWN = (3, 6) <= TRITON_VERSION <= (3, 9)
 
-MOST = 4096
-"""Kinds of launches remembered: more than come up, and a bound of the memory they take."""
-
-_launched: dict[tuple[Any, ...], tuple[Any, Any, Any, Any, tuple[None, ...]]] = {}
-"""A kernel, what runs it compiled, two arguments of that, and what stands for its constants, which are compiled in."""
+MOST = 1024
+"""Kinds of launches remembered of a kernel with its constants: more than come up, and a bound of the memory they take."""
 
 
-def launch_ready(kernel: Any, grid: tuple[int, ...], device_index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """`kernel[grid](*args, **kwargs)` on the current device, which is `device_index`.
+@dataclass(frozen=True)
+class _Compiled:
+    """What launches a kernel that Triton has compiled.
 
-    Arguments:
-        args: what the kernel takes before its constants.
-        kwargs: its constants, and options of the compiler.
+    Attributes:
+        run: called with grid, stream, `packed` and the arguments.
+        boxes: what the kernel was compiled to of each of its descriptors.
     """
-    kinds, values = sort(args)
-    key = (id(kernel), device_index, len(kinds), *kinds, *kwargs, *kwargs.values())
-    found = _launched.get(key)
-    if found is None or _hooked():
-        compiled = kernel[grid](*args, **kwargs)
-        if RULES_KNOWN and isinstance(compiled, CompiledKernel) and len(kinds) == len(args) and _constants_last(kernel, len(args)):
-            if len(_launched) >= MOST:
-                _launched.clear()
-            constants = (None,) * (len(kernel.arg_names) - len(args))
-            _launched[key] = kernel, compiled.run, compiled.function, compiled.packed_metadata, constants
-        return
-    _, run, function, metadata, constants = found
-    x, y, z = (*grid, 1, 1)[:3]
-    run(x, y, z, driver.active.get_current_stream(device_index), function, metadata, None, None, None, *values, *constants)
+
+    run: Callable[..., None]
+    packed: tuple[Any, ...]
+    boxes: Sequence[Any]
 
 
 def sort(args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
@@ -64,36 +57,101 @@ def sort(args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
     tensor, on_amd = torch.Tensor, torch.version.hip is not None
     for arg in args:  # at every launch: no call that can be saved
         kind = type(arg)
-        if kind is int:
+        if kind is tensor or isinstance(arg, tensor):
+            address = arg.data_ptr()
+            if on_amd:
+                add_kind((arg.dtype, address % 16 == 0, arg.untyped_storage().size() < 2**31))
+            else:
+                add_kind((arg.dtype,) if address % 16 else arg.dtype)
+            add_value(address)
+        elif kind is int:
             if not -(2**31) <= arg < 2**31:
                 add_kind((arg % 16 == 0, arg < 2**63))
             else:
                 add_kind(1 if arg == 1 else 0 if arg % 16 else 16)
             add_value(arg)
-        elif isinstance(arg, tensor):
-            address = arg.data_ptr()
-            dtype = arg.dtype
-            if on_amd:
-                add_kind((dtype, address % 16 == 0, arg.untyped_storage().size() < 2**31))
-            else:
-                add_kind((dtype,) if address % 16 else dtype)
-            add_value(address)
         elif arg is None or kind is float or kind is bool:
             add_kind(kind)
-            add_value(arg)
-        elif hasattr(arg, "block_shape"):
-            add_kind((kind, arg.base.dtype, *arg.block_shape, getattr(arg, "layout", None)))
             add_value(arg)
         else:
             break
     return kinds, values
 
 
-def _hooked() -> bool:
-    """Whether somebody listens to launches."""
-    runtime = triton.knobs.runtime
+class Decided:
+    """What launches have in common: the last arguments before the constants, and how the first ones are copied from.
+
+    Arguments:
+        numbers: ints.
+        boxes: of the first arguments, where the kernel takes them by descriptors.
+    """
+
+    def __init__(self, numbers: tuple[int, ...] = (), boxes: Sequence[Box] = ()) -> None:
+        self.numbers, self.boxes = numbers, boxes
+        kinds, _ = sort(numbers)
+        self.kinds = (*(box.kind for box in boxes), *kinds)
+
+
+NOTHING = Decided()
+
+
+class Ready:
+    """A kernel and its constants on one device: launched through Triton once for each kind of arguments, and then without.
+
+    Arguments:
+        kernel: a `@triton.jit` function.
+        device_index: of the GPU, which is current in every launch.
+        constants: by name, and options of the compiler.
+    """
+
+    def __init__(self, kernel: Any, device_index: int, constants: dict[str, Any]) -> None:
+        self._kernel, self._device_index, self._constants = kernel, device_index, constants
+        self._nothings = (None,) * len(kernel.constexprs)  # for the constants, which are compiled in
+        self._compiled: dict[tuple[Any, ...], _Compiled] = {}
+
+    def launch(self, grid: tuple[int, ...], args: tuple[Any, ...], decided: Decided = NOTHING) -> None:
+        """`kernel[grid](*args, *decided.numbers, **constants)`, the first of `args` by `decided.boxes`."""
+        boxes = decided.boxes
+        kinds, values = sort(args[len(boxes) :] if boxes else args)
+        key = (*kinds, *decided.kinds)
+        compiled = self._compiled.get(key)
+        if compiled is None or _left_to_triton(self._kernel):
+            self._launch_by_triton(grid, args, decided, key)
+            return
+        x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+        stream = driver.active.get_current_stream(self._device_index)
+        if boxes:
+            encoded = [box.encoded(tensor, metadata) for box, tensor, metadata in zip(boxes, args, compiled.boxes, strict=False)]
+            values[:0] = chain.from_iterable(encoded)
+        compiled.run(x, y, z, stream, *compiled.packed, *values, *decided.numbers, *self._nothings)
+
+    def _launch_by_triton(self, grid: tuple[int, ...], args: tuple[Any, ...], decided: Decided, key: tuple[Any, ...]) -> None:
+        boxes, left = decided.boxes, _left_to_triton(self._kernel)
+        given = (*described(boxes, args), *decided.numbers)
+        compiled = self._kernel[grid](*given, **self._constants)
+        if left or not RULES_KNOWN or not isinstance(compiled, CompiledKernel) or not _constants_last(self._kernel, len(given)):
+            return
+        metadata = (compiled.metadata.tensordesc_meta or ()) if boxes else ()
+        if len(key) != len(given) or len(metadata) != len(boxes):
+            return
+        if len(self._compiled) >= MOST:
+            self._compiled.clear()
+        run = launcher_of_encoded(compiled, boxes) if boxes else compiled.run
+        self._compiled[key] = _Compiled(run, (compiled.function, compiled.packed_metadata, None, None, None), metadata)
+
+
+def _left_to_triton(kernel: Any) -> bool:
+    """Whether somebody listens to launches, or has them compiled for debugging."""
+    runtime = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+    return bool(
+        getattr(enter, "calls", enter)
+        or getattr(leave, "calls", leave)
+        or kernel.pre_run_hooks
+        or runtime.debug
+        or knobs.compilation.instrumentation_mode
+        or getattr(runtime, "add_stages_inspection_hook", None)
+    )
 
 
 def _constants_last(kernel: Any, count: int) -> bool:

@@ -22,9 +22,9 @@ TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 """Major and minor: what there is, and what fits into the registers of a chip, differs between them."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Target:
-    """A chip.
+    """A chip; one object each, so that it is quickly looked up by.
 
     Attributes:
         arch: as compilers name it, "gfx942" or "sm_90"; "cpu" for Triton's interpreter.
