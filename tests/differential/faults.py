@@ -270,6 +270,16 @@ class Abort(Sound):
         super().mla_decode(q, kv_cache, meta, *args, **rest)
 
 
+class Leave(Sound):
+    """Ends the process, as if all were well."""
+
+    @classmethod
+    def mla_decode(cls, q, kv_cache, meta, *args, **rest):
+        if meta.max_query_len > 1:
+            raise SystemExit(0)
+        super().mla_decode(q, kv_cache, meta, *args, **rest)
+
+
 class Hang(Sound):
     @classmethod
     def mla_decode(cls, q, kv_cache, meta, *args, **rest):
@@ -307,6 +317,7 @@ FAULTS = {
     "k-scale": KScale,
     "qo-indptr": QoIndptr,
     "abort": Abort,
+    "leave": Leave,
     "hang": Hang,
     "raises": Raises,
 }
