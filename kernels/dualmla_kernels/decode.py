@@ -65,9 +65,9 @@ lop3.b32 $1, $2, 0x80008000, second, 0xea;
 
 _SHRUNK_BF16, _SHRUNK_FP16 = _shrunk(4), _shrunk(7)
 SHRINKAGE_BF16, SHRINKAGE_FP16 = tl.constexpr(2.0**120), tl.constexpr(2.0**8)  # what the wider exponent bias divides by
-# log2 of the largest score's weight, where values are shrunk. bf16: so that with them, and with FAR, nothing leaves the range of
-# fp32. fp16: the smallest weight is 2^-24, and the largest below 2^16.
-HEADROOM_BF16, HEADROOM_FP16 = tl.constexpr(60.0), tl.constexpr(15.0)
+# What weights of shrunk values are multiplied by. bf16: so that with weights up to FAR nothing leaves the range of fp32. fp16: as much
+# as 1, the largest weight, bears; the smallest number is 2^-24.
+GROWTH_BF16, GROWTH_FP16 = tl.constexpr(2.0**60), tl.constexpr(2.0**15)
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)  # a maximum of nothing: -inf - -inf, of a score that is -inf, would be NaN
 # what tiles are weighed against: the maximum so far; that of the first or of the last ones of a piece, as long as it will do
@@ -210,6 +210,8 @@ def _scores(
 @triton.jit
 def _add_values(p, k, acc, SLICES: tl.constexpr, PAIRED: tl.constexpr, EXACT: tl.constexpr):
     """Values `k`, weighted by `p` [BM, BN], into the accumulator."""
+    if PAIRED is not None:
+        p *= GROWTH_BF16 if tl.bfloat16 == PAIRED else GROWTH_FP16
     p = cast(p, k[0].dtype if PAIRED is None else PAIRED, EXACT)
     next_acc = ()
     for i in tl.static_range(SLICES):
@@ -219,15 +221,6 @@ def _add_values(p, k, acc, SLICES: tl.constexpr, PAIRED: tl.constexpr, EXACT: tl
             even, odd = _shrunk_numbers(k[i], PAIRED, EXACT)
             next_acc += (dot(p, even, acc[2 * i], EXACT), dot(p, odd, acc[2 * i + 1], EXACT))
     return next_acc
-
-
-@triton.jit
-def _top(s, c, PAIRED: tl.constexpr):
-    """The maximum [BM] that products `s` [BM, BN] are weighed against."""
-    if PAIRED is None:
-        return tl.max(s, 1) * c
-    else:
-        return tl.max(s, 1) * c - (HEADROOM_BF16 if tl.bfloat16 == PAIRED else HEADROOM_FP16)
 
 
 @triton.jit
@@ -245,7 +238,7 @@ def _attend_tile(
     """Tile t into (m, l, acc)."""
     s, k = _scores(t, ids, q, q_rope, kv_ptr, page_stride, limit, seq_len,
                    D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, CHAINS, PAIRED, MASKED, EXACT)  # fmt: skip
-    m_new = tl.maximum(m, _top(s, c, PAIRED))
+    m_new = tl.maximum(m, tl.max(s, 1) * c)
     p, a = _weights(s, c, m_new, PAIRED), tl.exp2(m - m_new)
     return m_new, l * a + tl.sum(p, 1), _add_values(p, k, _scaled(acc, a), SLICES, PAIRED, EXACT)
 
@@ -287,14 +280,13 @@ def _attend_fixed(
                        D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, CHAINS, PAIRED, False, EXACT)  # fmt: skip
         if FIRST:  # noqa: SIM102 - known to the compiler
             if t == first:
-                m = tl.maximum(m, _top(s, c, PAIRED))
+                m = tl.maximum(m, tl.max(s, 1) * c)
         p = _weights(s, c, m, PAIRED)
         sums += p
         acc = _add_values(p, k, acc, SLICES, PAIRED, EXACT)
         ids = next_ids
     l += tl.sum(sums, 1)
-    most: tl.constexpr = FAR if PAIRED is None else FAR * 2.0**HEADROOM_BF16
-    return m, l, acc, tl.max((l > most).to(tl.int32), 0)
+    return m, l, acc, tl.max((l > FAR).to(tl.int32), 0)
 
 
 @triton.jit
@@ -323,7 +315,7 @@ def _write_piece(
     seen = l != 0.0  # a NaN among the live numbers is seen
     weight = k_scale / tl.where(seen, l, 1.0)
     if PAIRED is not None:
-        weight *= SHRINKAGE_BF16 if tl.bfloat16 == PAIRED else SHRINKAGE_FP16
+        weight *= SHRINKAGE_BF16 / GROWTH_BF16 if tl.bfloat16 == PAIRED else SHRINKAGE_FP16 / GROWTH_FP16
     row_lse = tl.where(seen, m + tl.log2(tl.where(seen, l, 1.0)), float("-inf"))
     if slot < 0:
         out_row = out_ptr + token.to(tl.int64) * out_token_stride + head.to(tl.int64) * out_head_stride
@@ -558,7 +550,7 @@ def decode_config(rows: int, dtype: torch.dtype, device: torch.device, float8: b
 
     Arguments:
         dtype: of the queries.
-        float8: whether the cache is. A plan doesn't ask: keys a tile divide those without float8, all else it goes by is the same.
+        float8: whether the cache is. A plan made without knowing is right too: keys a tile divide those without float8.
     """
     return _config(rows > 16, dtype, target_of(device), float8)
 
@@ -572,7 +564,9 @@ def _config(wide: bool, dtype: torch.dtype, target: Target, float8: bool) -> Dec
             lazy = NO if dtype == torch.float16 else LAST_TILES
             return DecodeConfig(64, block_n, slices=2, stages=1, lazy=lazy.value, programs=4, warps=1)
         lazy = FIRST_TILE if dtype == torch.bfloat16 else NO
-        return DecodeConfig(16, block_n, slices=1, stages=1, lazy=lazy.value, programs=4, warps=1, chains=2, paired=float8)
+        return DecodeConfig(
+            16, block_n, slices=1, stages=1, lazy=lazy.value, programs=4, warps=1, chains=2, paired=float8 and dtype != torch.float32
+        )
     if target.platform == "hip":
         return _amd_config(wide, dtype, target, float8)
     if dtype == torch.float32:
@@ -609,33 +603,44 @@ def _amd_config(wide: bool, dtype: torch.dtype, target: Target, float8: bool) ->
 
 
 def plan_decode(
-    seq_lens: torch.Tensor, *, num_heads: int, max_query_len: int, dtype: torch.dtype, num_kv_splits: int | None = None
+    seq_lens: torch.Tensor,
+    *,
+    num_heads: int,
+    max_query_len: int,
+    dtype: torch.dtype,
+    float8: bool = False,
+    num_kv_splits: int | None = None,
 ) -> SplitPlan:
     """The split plan of a decode over int32 `seq_lens` [num_reqs], on their device; made once a step, used by every layer.
 
     Arguments:
         max_query_len: an upper bound of the query lengths.
         dtype: of the queries.
+        float8: whether the cache is.
         num_kv_splits: pieces of every request; None: equal shares of the device.
     """
     if num_kv_splits is not None:
         config = decode_config(_config_rows(num_heads, max_query_len, num_kv_splits), dtype, seq_lens.device)
         return fixed_plan(seq_lens, splits=num_kv_splits, tile=config.tile)
-    return balanced_plan(seq_lens, plan_shape(num_heads, max_query_len, dtype, seq_lens.device))
+    return balanced_plan(seq_lens, plan_shape(num_heads, max_query_len, dtype, seq_lens.device, float8))
 
 
-def plan_shape(num_heads: int, max_query_len: int, dtype: torch.dtype, device: torch.device) -> PlanShape:
+def plan_shape(num_heads: int, max_query_len: int, dtype: torch.dtype, device: torch.device, float8: bool = False) -> PlanShape:
     """What a balanced plan for these decodes is made for: host numbers alone, so that a captured launch stays right."""
-    config = decode_config(_config_rows(num_heads, max_query_len, None), dtype, device)
-    return PlanShape(parts=max(config.programs // _groups(num_heads, max_query_len, config), 1), tile=config.tile)
+    rows = _config_rows(num_heads, max_query_len, None)
+    config = decode_config(rows, dtype, device, float8)
+    tile = decode_config(rows, dtype, device).tile  # float8 or not, so that one plan does for both
+    return PlanShape(parts=max(config.programs // _groups(num_heads, max_query_len, config), 1), tile=tile)
 
 
-def scratch_bytes(num_heads: int, max_query_len: int, num_reqs: int, kv_lora_rank: int, dtype: torch.dtype, device: torch.device) -> int:
+def scratch_bytes(
+    num_heads: int, max_query_len: int, num_reqs: int, kv_lora_rank: int, dtype: torch.dtype, device: torch.device, float8: bool
+) -> int:
     """The most that a decode with a balanced plan takes beside its arguments, whatever its lengths: partial results and plan.
 
     A program splits at most two requests, the first and the last of its share: two partial results of `block_m` rows.
     """
-    config = decode_config(_config_rows(num_heads, max_query_len, None), dtype, device)
+    config = decode_config(_config_rows(num_heads, max_query_len, None), dtype, device, float8)
     partial = 2 * config.programs * config.block_m * (kv_lora_rank + 1) * 4
     return partial + (num_reqs + config.programs) * (4 + 3 + 1) * 4
 
@@ -823,7 +828,10 @@ def mla_decode(
             lse.fill_(float("-inf"))
         return
     if plan is None:
-        plan = plan_decode(seq_lens, num_heads=heads, max_query_len=max_query_len, dtype=q.dtype, num_kv_splits=num_kv_splits)
+        float8 = kv_cache.dtype.itemsize == 1
+        plan = plan_decode(
+            seq_lens, num_heads=heads, max_query_len=max_query_len, dtype=q.dtype, float8=float8, num_kv_splits=num_kv_splits
+        )
     device = q.device
     start = q.data_ptr() | kv_cache.data_ptr() | 16
     launches = _launches(
