@@ -63,6 +63,11 @@ def register_backend(name: str, backend_cls: type[MLABackend], *, before: str | 
     _candidates.cache_clear()
 
 
+def is_registered(name: str) -> bool:
+    """Whether a backend is known as `name`."""
+    return name in _registry
+
+
 def is_aiter_mla_enabled() -> bool:
     """Whether the environment lets AITER be used: True when forced, False when another is, else what vLLM's flags say.
 

@@ -13,6 +13,7 @@ from hypothesis import settings
 from support import DEVICE, USABLE, RunPython
 
 import dualmla
+from dualmla import selection
 
 # shapes come from a fixed seed and a slow interpreter runs them: no deadline, no database beside the sources
 settings.register_profile("dualmla", deadline=None, derandomize=True, database=None)
@@ -49,6 +50,18 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """The developer's own flags decide nothing in a test."""
     for name in [*VARIABLES, *(name for name in os.environ if name.startswith("DUALMLA_"))]:
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _own_backends() -> Generator[None, None, None]:
+    """What a test registers leaves with it: the file that `--load` names, a backend of its own, an emulated chip's."""
+    before = dict(selection._registry), list(selection._preference)
+    yield
+    if before != (selection._registry, selection._preference):
+        selection._registry.clear()
+        selection._registry.update(before[0])
+        selection._preference[:] = before[1]
+        selection._candidates.cache_clear()
 
 
 def _environment() -> dict[str, str]:

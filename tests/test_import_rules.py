@@ -30,6 +30,7 @@ ALLOWED_OUTSIDE = {
     "dualmla.differential.profile_plot": {"matplotlib"},
     "dualmla.emulator": {"torch", "numpy", "numba"},
     "dualmla.emulator.aiter_release": {"torch", "numpy", "dualmla_kernels"},
+    "dualmla.emulator.aiter_stand_ins": {"dualmla_kernels"},
     "dualmla.emulator.decoder": {"tinygrad"},
     "dualmla.emulator.tensors": {"torch", "dualmla_kernels"},
     "dualmla_kernels": {"torch", "triton"},

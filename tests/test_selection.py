@@ -252,21 +252,13 @@ def test_aiter_turned_off_is_never_imported(run_python: RunPython, tmp_path: Any
     run_python("import sys; sys.path.insert(0, sys.argv[1])\n" + OFF, str(tmp_path), **variables)
 
 
-# --- in this process: the registry and the caches, put back after each test
+# --- in this process: the caches are put back after each test, as the registry is after every test (conftest.py)
 
 
 @pytest.fixture(autouse=True)
 def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The policy of a CPU, on every machine: where there is a GPU, CPU tensors are the reference's."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-@pytest.fixture(autouse=True)
-def _own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without what files that other tests loaded have registered with this process."""
-    preference = ["aiter", "triton", "reference"]
-    monkeypatch.setattr(selection, "_registry", {name: selection._registry[name] for name in preference})
-    monkeypatch.setattr(selection, "_preference", preference)
 
 
 @pytest.fixture
@@ -466,6 +458,14 @@ def test_register_backend_refuses(fresh: None, name: str, before: str | None, me
     with pytest.raises(ValueError, match=message):
         dualmla.register_backend(name, ReferenceMLABackend, before=before)
     assert list(selection._registry) == ["aiter", "triton", "reference"]
+
+
+@pytest.mark.parametrize("turn", [1, 2])
+def test_a_backend_leaves_with_the_test_that_registered_it(turn: int, cfg: dualmla.MLAConfig) -> None:
+    """Its name is free again, and auto does not try it."""
+    assert dualmla.select_backend(cfg, CPU) is TritonMLABackend
+    dualmla.register_backend("guest", ReferenceMLABackend, before="triton")
+    assert dualmla.select_backend(cfg, CPU) is ReferenceMLABackend
 
 
 class Refusing(ReferenceMLABackend):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +21,9 @@ if TYPE_CHECKING:
 
     from dualmla.differential.check import Plan, Report
     from dualmla.differential.grids import Draw
+
+TELL_EVERY = 10.0
+"""Seconds between two lines about a check whose output is no terminal."""
 
 
 def check(
@@ -94,7 +101,7 @@ def check(
         if path is not None:
             path.write_text(convert(report))
             say_written(console, path)
-    raise typer.Exit(DISAGREE if report.failed else AGREE if report.ran else COULD_NOT_RUN)
+    raise typer.Exit(_status(report))
 
 
 def replay(
@@ -122,7 +129,7 @@ def replay(
     plan = Plan([name], place, f"replay of {file}", tuple(load or ()), shrink_seconds=0)
     report = _run_check(console, [lambda: saved.problem], plan, 1)
     print_report(console, report)
-    raise typer.Exit(DISAGREE if report.failed else AGREE if report.ran else COULD_NOT_RUN)
+    raise typer.Exit(_status(report))
 
 
 def certify(
@@ -169,26 +176,49 @@ def certify(
     raise typer.Exit(AGREE if all(entry.passed for entry in found.entries) else DISAGREE)
 
 
+def _status(report: Report) -> int:
+    """A failure tells, also when the check was interrupted; that nothing failed does not tell then."""
+    return DISAGREE if report.failed else AGREE if report.ran and not report.interrupted else COULD_NOT_RUN
+
+
 def _run_check(console: Console, problems: Iterable[Draw], plan: Plan, total: int | None) -> Report:
-    """`run_check` behind a progress bar."""
+    """`run_check` behind a progress bar; to a file or a pipe, a line on standard error every ten seconds."""
+    from time import monotonic
+
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     from dualmla.differential.check import Row, fails, run_check
     from dualmla.differential.worker import WorkerFailed
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True) as progress, _ended_by(signal.SIGTERM):
         task = progress.add_task("checking", total=total)
-        wrong = executed = 0
+        done = wrong = executed = 0
+        begin = told_at = monotonic()
 
         def on_row(row: Row) -> None:
-            nonlocal wrong, executed
+            nonlocal done, wrong, executed, told_at
+            done += 1
             wrong += fails(row)
             executed += sum(verdict.execution.instructions for verdict in row if verdict.execution)
             told = f"checking{f', {executed / 1e6:.1f} M instructions' if executed else ''}{f', [red]{wrong} wrong[/]' if wrong else ''}"
             progress.update(task, advance=1, description=told)
+            if not console.is_terminal and monotonic() - told_at >= TELL_EVERY:
+                told_at = monotonic()
+                of = "" if total is None else f" of {total}"
+                print(f"checked {done}{of} cases, {wrong} wrong, {told_at - begin:.0f} s", file=sys.stderr, flush=True)
 
         try:
             return run_check(problems, plan, on_row)
         except (WorkerFailed, ImportError, OSError) as error:
             fail(str(error))
+
+
+@contextlib.contextmanager
+def _ended_by(number: signal.Signals) -> Iterator[None]:
+    """Within, that signal is as good as Ctrl-C: `timeout` and batch systems end a command in this way."""
+    before = signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)

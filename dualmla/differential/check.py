@@ -21,7 +21,7 @@ from dualmla.differential.machine import device_name, versions
 from dualmla.differential.problems import Problem
 from dualmla.differential.shrink import shrink
 from dualmla.differential.verdict import Kind, Verdict
-from dualmla.differential.worker import Worker
+from dualmla.differential.worker import Worker, WorkerAbandoned
 
 MOST_DEATHS = 10
 """A check ends after this many crashes and hangs of one backend: the rest would tell nothing new, slowly."""
@@ -89,6 +89,7 @@ class Report:
         rows: a problem each, with a verdict of each backend.
         failures: the first of each kind and backend.
         ended: why not everything was run; empty when it was.
+        interrupted: by the user, or by who ran the command.
     """
 
     backends: tuple[str, ...]
@@ -100,6 +101,7 @@ class Report:
     failures: list[Failure] = field(default_factory=list)
     seconds: float = 0.0
     ended: str = ""
+    interrupted: bool = False
 
     @property
     def failed(self) -> list[Row]:
@@ -119,6 +121,8 @@ def fails(row: Row) -> bool:
 def run_check(draws: Iterable[Draw], plan: Plan, on_row: Callable[[Row], None] = lambda row: None) -> Report:
     """Judge each problem on each backend, and shrink the first failure of each kind.
 
+    After a `KeyboardInterrupt` the report has what had been judged until then.
+
     Raises:
         WorkerFailed: a backend can't run at all.
         ImportError: repros are to be saved and safetensors is missing.
@@ -130,11 +134,15 @@ def run_check(draws: Iterable[Draw], plan: Plan, on_row: Callable[[Row], None] =
         try:
             for lane in [lanes.submit(run.judge_until_done) for _ in range(plan.jobs)]:
                 lane.result()
+        except KeyboardInterrupt:
+            run.abandon()
         finally:
-            run.stop()  # the other lanes, where one has failed or the user has had enough
+            run.stop()  # the other lanes, where one has failed
     rows = [row for _, row in sorted(run.rows.items())]
     seconds = time.perf_counter() - begin
-    return replace(run.about, rows=rows, failures=list(run.failures.values()), seconds=seconds, ended=run.ended)
+    return replace(
+        run.about, rows=rows, failures=list(run.failures.values()), seconds=seconds, ended=run.ended, interrupted=run.interrupted
+    )
 
 
 def default_jobs(problems: int | None) -> int:
@@ -153,6 +161,8 @@ class _Run:
         self.rows: dict[int, Row] = {}
         self.failures: dict[tuple[str, Kind | None], Failure] = {}
         self.ended = ""
+        self.interrupted = False
+        self._workers: list[Worker] = []
         self._draws = enumerate(draws)
         self._deaths: Counter[str] = Counter()
         self._start: float | None = None
@@ -164,12 +174,28 @@ class _Run:
         """No lane begins another problem."""
         self._stopped = True
 
+    def abandon(self) -> None:
+        """The lanes end at once, in the middle of what they do."""
+        self._stopped = self.interrupted = True
+        self.ended = "interrupted"
+        for worker in self._workers:
+            worker.abandon()
+
     def judge_until_done(self) -> None:
         """A lane."""
+        with contextlib.suppress(WorkerAbandoned):
+            self._judge_until_done()
+
+    def _judge_until_done(self) -> None:
         plan = self.plan
         threads = max((os.cpu_count() or 1) // plan.jobs, 1) if plan.jobs > 1 else None
         with contextlib.ExitStack() as stack:
-            workers = [stack.enter_context(Worker(backend, plan.device, plan.load, plan.limit, threads)) for backend in plan.backends]
+            workers = [Worker(backend, plan.device, plan.load, plan.limit, threads) for backend in plan.backends]
+            self._workers += workers
+            if self._stopped:
+                return
+            for worker in workers:
+                stack.enter_context(worker)
             with self._lock:
                 self.about = replace(self.about, backends=tuple(worker.name for worker in workers))
             while (turn := self._next()) is not None:

@@ -2,7 +2,8 @@
 
 - triton: our launchers are asked what they would launch on the chip; Triton compiles it, and the machine code is run.
 - aiter: our adapter calls the installed release of AITER as it does on a GPU: its own Python, its own code objects, its second
-  stage as Triton compiles it. What the backends of a GPU share (cache write, gather, merge) is ours, compiled and run too.
+  stage as Triton compiles it. Persistent decodes, over float8 caches, are planned and put together by HIP code, which is restated
+  (`emulator.aiter_plan`). What the backends of a GPU share (cache write, gather, merge) is ours, compiled and run too.
 
 Every launch is noted in `instruments`. What can't be emulated is refused with the reason, before anything is run.
 """
@@ -18,6 +19,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -32,7 +34,7 @@ from dualmla.backends.triton import TritonMLABackend
 from dualmla.config import FLOAT8_DTYPES, MLAConfig
 from dualmla.differential import instruments
 from dualmla.metadata import MLAMetadata
-from dualmla.selection import register_backend
+from dualmla.selection import is_registered, register_backend
 
 if TYPE_CHECKING:
     from dualmla.emulator import Mode, Report
@@ -68,15 +70,13 @@ def is_emulated(backend: str) -> bool:
 def know(backend: str | None) -> None:
     """Register the backends of an emulated chip with this process where `backend` is one of them; auto never picks them."""
     for arch in ARCHS:
-        if backend in _names(arch) and arch not in _registered:
-            for name, base in _names(arch).items():
-                backend_cls: type[_Emulated] = type(base.__name__, (base,), {"name": name, "arch": arch})
-                backend_cls.impl = type("EmulatedMLAImpl", (MLAImpl,), {"ops": backend_cls})
-                register_backend(name, backend_cls)
-            _registered.add(arch)
-
-
-_registered: set[str] = set()
+        names = _names(arch)
+        for name, base in names.items() if backend in names else ():
+            if is_registered(name):
+                continue
+            backend_cls: type[_Emulated] = type(base.__name__, (base,), {"name": name, "arch": arch})
+            backend_cls.impl = type("EmulatedMLAImpl", (MLAImpl,), {"ops": backend_cls})
+            register_backend(name, backend_cls)
 
 
 def _names(arch: str) -> dict[str, type[_Emulated]]:
@@ -271,10 +271,7 @@ class EmulatedAiter(_Emulated, AiterMLABackend):
     @classmethod
     def _shape(cls, call: DecodeCall) -> support.LaunchShape | list[str]:
         """How AITER is asked, or every reason why not."""
-        shape = support.decode_shape(call, _release(cls.arch).signature, cls.arch)
-        if isinstance(shape, support.LaunchShape) and shape.persistent:
-            return [f"the cache is {call.kv_cache_dtype}; AITER plans such a decode by C++ that is compiled on the user's machine"]
-        return shape
+        return support.decode_shape(call, _release(cls.arch).signature, cls.arch)
 
     @classmethod
     def prefill_refusals(cls, call: PrefillCall) -> list[str]:
@@ -364,7 +361,8 @@ def _obstacles() -> tuple[str, ...]:
 def _aiter(arch: str) -> Aiter | str:
     """AITER imported as on a machine with that chip, or why not."""
     from dualmla.emulator.aiter_objects import AiterNotFoundError, find_code_objects
-    from dualmla.emulator.aiter_release import emulate_second_stage, lay_out
+    from dualmla.emulator.aiter_release import emulate_second_stage, on_chip
+    from dualmla.emulator.aiter_stand_ins import lay_out
 
     installed = probe.find_aiter()
     if isinstance(installed, str):
@@ -379,9 +377,12 @@ def _aiter(arch: str) -> Aiter | str:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ.update(lay_out(folder, arch))
     found = probe.imported(installed)
-    if not isinstance(found, str):
-        emulate_second_stage()
-    return found
+    if isinstance(found, str):
+        return found
+    emulate_second_stage()
+    if found.planner is None:
+        return found
+    return replace(found, planner=replace(found.planner, sizes=on_chip(found.planner.sizes, arch)))
 
 
 def _release(arch: str) -> Aiter:

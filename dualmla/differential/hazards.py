@@ -28,6 +28,12 @@ KNOWN: tuple[tuple[str, tuple[int, ...], str], ...] = (
         "docs/aiter-findings.md, number 10",
     ),
     (
+        r"mla_a16w8_qh16_m16x4_n16x1_coex0_mask1_ps\.co",
+        (findings.MISSING_WAIT,),
+        "page indices, operands read from the LDS and scales are used with no wait that covers their loads: "
+        "docs/aiter-findings.md, numbers 10 and 17",
+    ),
+    (
         r"fwd_hd192_hd128_bf16.*\.co",
         (findings.READ_WRITE, findings.LOAD_IN_FLIGHT),
         "waves load into LDS that others still read, with no barrier between: docs/aiter-findings.md, number 14",

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -38,6 +39,10 @@ MOST_KEPT = 1 << 30
 
 class WorkerFailed(RuntimeError):  # noqa: N818 - a state
     """The child could not start: the file to load fails, or the backend can't run on the device. Says why."""
+
+
+class WorkerAbandoned(Exception):  # noqa: N818 - a state
+    """The parent wants no more of this worker."""
 
 
 class Worker:
@@ -63,16 +68,47 @@ class Worker:
     ) -> None:
         self.backend, self.device, self.load, self.limit, self.threads = backend, device, load, limit, threads
         self.name = backend or "auto"
+        self._abandoned = False
+        self._template: subprocess.Popen[bytes] | None = None
+        self._pid = 0
 
     def __enter__(self) -> Worker:
-        self._start()
+        with self._unless_abandoned():
+            self._start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._stop()
 
+    def abandon(self) -> None:
+        """End the child at once, from another thread: who waits for it gets `WorkerAbandoned`."""
+        self._abandoned = True
+        if self._template is not None:
+            self._template.kill()  # first: it would fork another child
+        if self._pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+
+    @contextlib.contextmanager
+    def _unless_abandoned(self) -> Iterator[None]:
+        """Within: what fails because of `abandon` is no failure."""
+        try:
+            yield
+        except (EOFError, OSError, WorkerFailed) as error:
+            if self._abandoned:
+                raise WorkerAbandoned from error
+            raise
+
     def judge(self, problem: Problem) -> Verdict:
-        """`dualmla.differential.judge.judge` in the child."""
+        """`dualmla.differential.judge.judge` in the child.
+
+        Raises:
+            WorkerAbandoned: `abandon` was called.
+        """
+        with self._unless_abandoned():
+            return self._judge(problem)
+
+    def _judge(self, problem: Problem) -> Verdict:
         self._said = os.fstat(self._stderr.fileno()).st_size
         _send(self._to_child, problem)
         hangs = not self._from_child.poll(self.limit)
@@ -89,6 +125,8 @@ class Worker:
         return Verdict(problem.operation, problem.title, self.name, (finding,))
 
     def _start(self) -> None:
+        if self._abandoned:
+            raise WorkerAbandoned
         child_in, to_child = os.pipe()
         from_child, child_out = os.pipe()
         self._to_child, self._from_child = Connection(to_child, readable=False), Connection(from_child, writable=False)
@@ -101,6 +139,7 @@ class Worker:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self._stderr,
+            start_new_session=True,  # Ctrl-C is for the parent, which says what becomes of its children
         )
         os.close(child_in)
         os.close(child_out)
@@ -129,9 +168,12 @@ class Worker:
                 else:
                     self.name = message
         except EOFError:
-            raise WorkerFailed(f"the worker ended with {_ending(self._template.wait())}{self._last_words()}") from None
+            status = 0 if self._template is None else self._template.wait()
+            raise WorkerFailed(f"the worker ended with {_ending(status)}{self._last_words()}") from None
 
     def _stop(self) -> None:
+        if self._template is None:
+            return
         self._to_child.close()  # the child reads its end and leaves, the template follows
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._template.wait(5)
@@ -160,7 +202,7 @@ def serve(receive: int, send: int) -> None:
             _judge_until_closed(problems, verdicts, *order)
             return
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if status == 0:
+        if problems.poll():  # nobody sends before the last answer has come: the parent has closed its end
             return
         _send(verdicts, ("died", status))
 

@@ -49,6 +49,8 @@ class Decoded:
     out: NDArray[np.float32]
     """[T, H, 512] the bf16 results: of a persistent kernel, or those one split leaves in the partial buffer."""
     report: Report
+    out_written: NDArray[np.bool_] | None = None
+    """[T, H, 512] of a persistent kernel: what of `out` it wrote."""
 
 
 def decode(
@@ -170,6 +172,15 @@ class Work:
     slot: int = -1
 
 
+def work_items(works: Sequence[Work], qo_indptr: Sequence[int], kv_indptr: Sequence[int]) -> list[list[int]]:
+    """Rows of AITER's `work_info_set`: sequence, slot, query from, to, key from, to, keys behind, 0."""
+    items = []
+    for work in works:
+        (first, last), query = kv_indptr[work.batch : work.batch + 2], qo_indptr[work.batch : work.batch + 2]
+        items.append([work.batch, work.slot, *query, first + work.start, first + work.stop, last - first - work.stop, 0])
+    return items
+
+
 def persistent_decode(
     device: Device,
     code: CodeObject,
@@ -191,11 +202,7 @@ def persistent_decode(
     query_len = max(b - a for a, b in pairwise(qo_indptr))
     items = [work for group in works for work in group]
     rows = max([work.slot + qo_indptr[work.batch + 1] - qo_indptr[work.batch] for work in items if work.slot >= 0], default=1)
-    info = []
-    for work in items:
-        first, last = kv_indptr[work.batch], kv_indptr[work.batch + 1]
-        query = qo_indptr[work.batch : work.batch + 2]
-        info.append([work.batch, work.slot, *query, first + work.start, first + work.stop, last - first - work.stop, 0])
+    info = work_items(items, qo_indptr, kv_indptr)
     indptr = np.cumsum([0] + [len(group) for group in works]).astype(np.int32)
     tables = [device.put(indptr).address, device.put(np.asarray(info or [[0] * 8], np.int32)).address] + [0] * 8
     partial_out = device.empty((rows, 1, heads, V_DIM), np.float32)
@@ -225,7 +232,7 @@ def persistent_decode(
     kernarg = kernargs.pack_slots(kernargs.DECODE, values)
     report = device.launch(code, grid=(len(works), 1, 1), block=BLOCK, kernarg=kernarg, mode=mode)
     result = np.where(out.written(), from_bf16(out.numpy()), np.float32(np.nan))
-    return Decoded(partial_out.numpy(), partial_lse.numpy(), partial_lse.written(), result, report)
+    return Decoded(partial_out.numpy(), partial_lse.numpy(), partial_lse.written(), result, report, out.written())
 
 
 @dataclass(frozen=True)

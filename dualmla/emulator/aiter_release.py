@@ -1,9 +1,10 @@
 """The release of AITER on PyPI, its own Python included, on a machine without its GPU.
 
 AITER's Python checks arguments, plans splits, calls the first stage, which is assembly behind a C++ launcher, and launches a
-second one, which is Triton. With stand-ins for the ROCm tools it asks and for the extensions it would build, it imports
-anywhere; here the first stage is the release's own code object, launched as its launcher does, and the second is compiled
-by Triton, both for the emulated chip. So is prefill where it is a code object (gfx950). Importing `aiter` is left to the caller.
+second one, which is Triton. With stand-ins for the ROCm tools it asks and for the extensions it would build (`aiter_stand_ins`), it
+imports anywhere; here the first stage is the release's own code object, launched as its launcher does, and the second is compiled
+by Triton, both for the emulated chip. So is prefill where it is a code object (gfx950). A persistent decode is planned, and its parts
+are put together, by HIP code that no CPU runs: that is restated (`aiter_plan`). Importing `aiter` is left to the caller.
 """
 
 from __future__ import annotations
@@ -11,92 +12,22 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import types
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dualmla.emulator.aiter_kernels import decode, varlen_prefill
+from dualmla.emulator.aiter_kernels import Work, decode, persistent_decode, varlen_prefill, work_items
 from dualmla.emulator.aiter_objects import KERNELS, find_code_objects, load_kernel
+from dualmla.emulator.errors import NotEmulatedError
 from dualmla.emulator.launch import Device, Mode, Report
 from dualmla.emulator.tensors import Tensors, run_triton
 from dualmla_kernels.target import CHIPS, Launch
-
-ENUM = '''
-"""In place of the extension with AITER's enumerations. AITER makes its split indptr on `cuda`, which is not here."""
-import enum
-import functools
-import torch
-
-ActivationType = enum.IntEnum("ActivationType", ["No", "Silu", "Gelu", "Swiglu"], start=0)
-QuantType = enum.IntEnum("QuantType", ["No", "per_Tensor", "per_Token", "per_1x32", "per_1x128", "per_128x128"], start=0)
-ActivationType.__doc__ = QuantType.__doc__ = "Members:"
-
-arange = torch.arange
-@functools.wraps(arange)
-def on_cpu(*args, device=None, **kwargs):
-    return arange(*args, device="cpu" if device == "cuda" else device, **kwargs)
-torch.arange = on_cpu
-'''
-
-EMULATED = '''
-"""In place of the extension with the launcher of the first stage."""
-from dualmla.emulator.aiter_release import first_stage
-
-def mla_decode_stage1_asm_fwd(*args, **kwargs):
-    first_stage(*args, **kwargs)
-'''
-
-PREFILL = '''
-"""In place of the extension with the launcher of the prefill. AITER checks no arguments where the docstring begins as this does."""
-from dualmla.emulator.aiter_release import varlen_forward
-
-def fmha_v3_varlen_fwd(*args, **kwargs):
-    """Members:"""
-    return varlen_forward(*args, **kwargs)
-'''
-
-SIGNATURE = """
-TENSORS = "Q KV qo_indptr kv_indptr kv_page_indices kv_last_page_lens".split()
-OPTIONAL = "num_kv_splits_indptr work_metadata work_indptr work_info_set".split()
-mla_decode_stage1_asm_fwd.__doc__ = "mla_decode_stage1_asm_fwd(" + ", ".join(
-    [f"{name}: torch.Tensor" for name in TENSORS]
-    + [f"{name}: Optional[torch.Tensor]" for name in OPTIONAL]
-    + ["max_seqlen_q: int", "softmax_scale: float", "splitData: torch.Tensor", "splitLse: torch.Tensor", "output: torch.Tensor"]
-    + ["q_scale: Optional[torch.Tensor] = None", "kv_scale: Optional[torch.Tensor] = None"]
-) + ") -> None"
-"""
-"""What AITER reads from an extension before it registers the operator."""
-
-
-EXTENSIONS = {"module_aiter_enum": ENUM, "module_mla_asm": EMULATED + SIGNATURE, "module_fmha_v3_varlen_fwd": PREFILL}
-"""Module -> source of what stands in its place."""
-
-
-def lay_out(folder: Path, arch: str, extensions: Mapping[str, str] = EXTENSIONS) -> dict[str, str]:
-    """Write the tools and the extensions into `folder`.
-
-    Arguments:
-        arch: of the GPU that AITER is to see.
-        extensions: source by module.
-
-    Returns:
-        The environment variables that make AITER, imported afterwards, use them.
-    """
-    tools, modules = folder / "bin", folder / "jit"
-    for directory in (tools, modules):
-        directory.mkdir(parents=True)
-    for name, says in (("hipconfig", "6.4.43482-0f2d60242"), ("rocminfo", f"  Name:                    {arch}")):
-        (tools / name).write_text(f"#!/bin/sh\necho '{says}'\n")
-        (tools / name).chmod(0o755)
-    for name, source in extensions.items():
-        (modules / f"{name}.py").write_text(source)
-    path = os.pathsep.join([str(tools), os.environ.get("PATH", os.defpath)])
-    return {"AITER_JIT_DIR": str(modules), "GPU_ARCHS": arch, "CU_NUM": str(CHIPS[arch].processors), "PATH": path}
 
 
 @dataclass
@@ -133,7 +64,7 @@ def first_stage(
     kv_indptr: torch.Tensor,
     kv_page_indices: torch.Tensor,
     kv_last_page_lens: torch.Tensor,
-    num_kv_splits_indptr: torch.Tensor,
+    num_kv_splits_indptr: torch.Tensor | None,
     work_metadata: torch.Tensor | None,
     work_indptr: torch.Tensor | None,
     work_info_set: torch.Tensor | None,
@@ -145,7 +76,20 @@ def first_stage(
     q_scale: torch.Tensor | None = None,
     kv_scale: torch.Tensor | None = None,
 ) -> None:
-    """`mla_decode_stage1_asm_fwd` on bf16 tensors, without persistent mode: AITER's code object, chosen as its launcher does."""
+    """`mla_decode_stage1_asm_fwd`: AITER's code object, chosen as its launcher does, which is persistent where there is no split indptr.
+
+    Raises:
+        NotEmulatedError: a persistent decode of other than one token of 16 heads in bf16 a request, over a float8 cache.
+    """
+    if num_kv_splits_indptr is None:
+        assert work_metadata is not None, "AITER gives one or the other"
+        assert work_indptr is not None
+        assert work_info_set is not None
+        tables = (work_metadata, work_indptr, work_info_set)
+        _persistent_stage(
+            Q, KV, qo_indptr, kv_indptr, kv_page_indices, tables, max_seqlen_q, softmax_scale, splitData, splitLse, output, kv_scale
+        )
+        return
     run, heads = _run(), Q.shape[1]
     if heads == 128:
         name = "mla_dec_stage1_bf16_a16w16_subQ128_mqa128"
@@ -174,6 +118,58 @@ def first_stage(
     else:
         splitData.copy_(torch.from_numpy(got.partial_out))
     splitLse[..., 0] = torch.from_numpy(got.partial_lse)
+
+
+def _persistent_stage(
+    Q: torch.Tensor,
+    KV: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_page_indices: torch.Tensor,
+    tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    max_seqlen_q: int,
+    softmax_scale: float,
+    splitData: torch.Tensor,
+    splitLse: torch.Tensor,
+    output: torch.Tensor,
+    kv_scale: torch.Tensor | None,
+) -> None:
+    """A workgroup a compute unit, each with its list of work; `tables`: where the two others are, work_indptr, work_info_set."""
+    run = _run()
+    asked = (str(Q.dtype), KV.element_size(), Q.shape[1], max_seqlen_q)
+    if asked != ("torch.bfloat16", 1, 16, 1):
+        raise NotEmulatedError(
+            f"queries, bytes of a key, heads, tokens of a persistent decode are {asked}; bfloat16, 1, 16, 1 are emulated"
+        )
+    pointers, indptr, info = tables
+    if pointers.tolist() != [indptr.data_ptr(), info.data_ptr()]:
+        raise NotEmulatedError("work_metadata does not hold the addresses of work_indptr and work_info_set")
+    starts, ends = kv_indptr.tolist(), indptr.tolist()
+    items = info[: ends[-1]].tolist()
+    works = [Work(b, first - starts[b], last - starts[b], slot) for b, slot, _, _, first, last, _, _ in items]
+    if work_items(works, qo_indptr.tolist(), starts) != items:
+        raise NotEmulatedError("work_info_set does not belong to these query and key lengths")
+    name = "mla_a16w8_qh16_m16x4_n16x1_coex0_mask1_ps"
+    got = persistent_decode(
+        Device(run.arch),
+        load_kernel(find_code_objects(), run.arch, name),
+        KERNELS[name],
+        q=bits(Q),
+        kv=KV[:, 0, 0].view(torch.uint8).numpy(),
+        qo_indptr=qo_indptr.tolist(),
+        kv_indptr=starts,
+        kv_indices=kv_page_indices.numpy(),
+        works=[works[first:last] for first, last in pairwise(ends)],
+        softmax_scale=softmax_scale,
+        kv_scale=1.0 if kv_scale is None else float(kv_scale),
+        mode=run.mode,
+    )
+    run.reports.append(got.report)
+    rows = got.partial_out.shape[0]
+    splitData[:rows], splitLse[:rows, ..., 0] = torch.from_numpy(got.partial_out), torch.from_numpy(got.partial_lse)
+    assert got.out_written is not None
+    written = torch.from_numpy(got.out_written)
+    output[written] = torch.from_numpy(got.out).bfloat16()[written]
 
 
 def varlen_forward(
@@ -243,3 +239,11 @@ def emulate_second_stage(mla: str = "aiter.mla") -> None:
     """Once AITER is imported: the second stage of its module `mla` is compiled and emulated too."""
     module = sys.modules[mla]
     module._fwd_kernel_stage2_asm = SecondStage(module._fwd_kernel_stage2_asm)  # type: ignore[attr-defined]
+
+
+def on_chip(sizes: Any, arch: str) -> Any:
+    """`get_mla_metadata_info_v1`, which asks `torch.cuda` for the compute units there are, as it is where there is an `arch`."""
+    properties = types.SimpleNamespace(multi_processor_count=CHIPS[arch].processors)
+    cuda = types.SimpleNamespace(current_device=lambda: 0, get_device_properties=lambda device: properties)
+    known = sizes.__globals__ | {"torch": types.SimpleNamespace(cuda=cuda, int32=torch.int32, uint64=torch.uint64)}
+    return types.FunctionType(sizes.__code__, known, sizes.__name__, sizes.__defaults__, sizes.__closure__)

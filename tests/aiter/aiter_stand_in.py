@@ -12,7 +12,6 @@ import math
 import types
 from typing import Any
 
-import aiter_metadata
 import torch
 
 S0 = "q, kv_buffer, o, kv_indptr, kv_indices, kv_last_page_lens, sm_scale=None, logit_cap=0.0, num_kv_splits=None"
@@ -57,6 +56,13 @@ UNITS = 5
 """ "Compute units" of the stand-in."""
 
 
+def _restated() -> types.ModuleType:
+    """AITER's planner and reduction. Imported when they are called: the emulator wants tinygrad, which a machine with a GPU may lack."""
+    from dualmla.emulator import aiter_plan
+
+    return aiter_plan
+
+
 def package(form: str = "M17") -> types.ModuleType:
     """What stands for `aiter` with plans of this form; its `planned` lists the arguments of each plan."""
     parameters, sizes = PLANNERS[form]
@@ -75,7 +81,7 @@ def package(form: str = "M17") -> types.ModuleType:
             assert indptr.is_contiguous()
         assert qo_indptr.tolist() == list(range(len(qo_indptr)))
         assert (given["max_seqlen_qo"], given["uni_seqlen_qo"], given["topk"], given.get("page_size", 1)) == (1, 1, -1, 1)
-        aiter_metadata.write_plan(qo_indptr, kv_indptr, *ordered[5:11], given["kv_granularity"])
+        _restated().write_plan(qo_indptr, kv_indptr, *ordered[5:11], given["kv_granularity"])
 
     def info(given: dict[str, Any]) -> Any:
         batch, cut = given["batch_size"], UNITS - 1
@@ -147,7 +153,7 @@ def persistent(
                 o[row] = value.bfloat16()
             else:
                 partial_out[slot, 0], partial_lse[slot, 0, :, 0] = value.float(), torch.logsumexp(scores, -1).float()
-    aiter_metadata.reduce(partial_out, partial_lse, reduce_indptr, reduce_final_map, reduce_partial_map, o)
+    _restated().reduce(partial_out, partial_lse, reduce_indptr, reduce_final_map, reduce_partial_map, o)
 
 
 def _decode(

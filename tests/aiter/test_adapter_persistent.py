@@ -6,7 +6,6 @@ import copy
 import itertools
 import pickle
 
-import aiter_metadata
 import aiter_stand_in as stand_in
 import pytest
 import torch
@@ -17,6 +16,7 @@ from dualmla.backends.aiter import launch
 from dualmla.backends.aiter.planner import find_planner
 from dualmla.backends.aiter.signatures import describe
 from dualmla.backends.aiter.support import LaunchShape
+from dualmla.emulator import aiter_plan
 from dualmla.metadata import MLAMetadataBuilder
 
 FNUZ = "float8_e4m3fnuz"
@@ -264,7 +264,7 @@ def test_the_plan_of_a_captured_batch_moves_on_with_it() -> None:
 def test_the_restated_plan_covers_every_key_once(kv_lens: list[int], units: int) -> None:
     """The stand-in for AITER's planner is held to what any plan must be."""
     indptr = [0, *itertools.accumulate(kv_lens)]
-    works, parts = aiter_metadata.plan(range(len(indptr)), indptr, units, 16)
+    works, parts = aiter_plan.plan(range(len(indptr)), indptr, units, 16)
     keys = sorted((item[0], item[4], item[5]) for work in works for item in work)
     for request, (begin, end) in enumerate(itertools.pairwise(indptr)):
         mine = [key[1:] for key in keys if key[0] == request]

@@ -270,7 +270,7 @@ def test_a_call_that_is_not_sampled_costs_little():
     assert min(seconds(watched) for _ in range(3)) - min(seconds(Nothing) for _ in range(3)) < 20e-6
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def halved(faulty):
     """Triton with a wrong factor."""
 

@@ -79,6 +79,25 @@ def test_a_dropped_wait_and_a_poisoned_tail_are_found_and_replayed(hsa, monkeypa
     assert "aiter-gfx942: 1 passed" in sound.output
 
 
+def test_a_persistent_decode_of_a_float8_cache_runs_too(hsa, monkeypatch, tmp_path):
+    """AITER's own code object and argument checks; the HIP that plans it, in parts here, and adds these up is restated."""
+    ps, case = "mla_a16w8_qh16_m16x4_n16x1_coex0_mask1_ps.co", {"kv_cache_dtype": torch.float8_e4m3fnuz, "k_scale": 0.5}
+    grid_of(
+        monkeypatch,
+        DecodeCase(seq_lens=(70, 300), page_size=64, **case),
+        DecodeCase(num_heads=20, seq_lens=(33, 0, 2), query_lens=(1, 1, 2), padding_tokens=1, **case),  # findings 9 and 11 on the way
+    )
+    report = tmp_path / "report.json"
+    result = dualmla_("check", "--emulate", "gfx942", "--backend", "aiter", "--json", report)
+    assert result.exit_code == 0, result.output
+    for (verdict,) in json.loads(report.read_text())["rows"]:
+        assert verdict["status"] == "pass", verdict
+        assert set(verdict["execution"]["kernels"]) == {ps}
+        (known,) = verdict["notes"]
+        assert known.startswith(ps)
+        assert known.endswith("numbers 10 and 17")
+
+
 def test_profile_counts_are_exact_and_add_up(hsa, tmp_path):
     numbers, picture = tmp_path / "profile.json", tmp_path / "profile.png"
     result = dualmla_("profile", "--emulate", "gfx942", "--kv", 64, "--kv", 192, "--json", numbers, "--plot", picture)

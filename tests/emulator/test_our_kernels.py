@@ -14,7 +14,6 @@ import torch
 from mutations import without_barriers, without_waits_before
 
 from dualmla import selection
-from dualmla.differential import emulated
 from dualmla.differential.emulated_grid import DECODES, LAYERS, MERGES, PREFILLS, REPLAYS, WRITES, for_chip
 from dualmla.differential.hazards import REPLICATED
 from dualmla.differential.judge import judge
@@ -32,13 +31,11 @@ SLOW = Mode(turn=8, delayed=True, watch_lds=True)
 @pytest.fixture(autouse=True, scope="module")
 def registry():
     """What a test registers is forgotten."""
-    before, known = dict(selection._registry), set(emulated._registered)
+    before = dict(selection._registry)
     yield
     selection._registry.clear()
     selection._registry.update(before)
     selection._candidates.cache_clear()
-    emulated._registered.clear()
-    emulated._registered.update(known)
 
 
 def judged(problem, arch):

@@ -127,3 +127,8 @@ class Problem(ABC):
     def smaller(self) -> Iterator[Problem]:
         """Simpler problems to try, the greatest step first."""
         yield from ()
+
+
+def fewer_heads(num_heads: int) -> list[int]:
+    """Head counts to shrink to, the greatest step first; two, because some faults need another head."""
+    return [heads for heads in dict.fromkeys((1, 2, num_heads // 2, num_heads - 1)) if 0 < heads < num_heads]

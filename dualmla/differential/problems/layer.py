@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dualmla.differential.problems.base import ASKED, DEEPSEEK_SCALES, Problem, Question, Result
+from dualmla.differential.problems.base import ASKED, DEEPSEEK_SCALES, Problem, Question, Result, fewer_heads
 from dualmla.differential.problems.fields import from_fields, to_fields
 from dualmla.testing import Exact
 from dualmla.testing.layer import LayerCase, LayerInputs, exact_layer, make_layer_inputs, run_layer
@@ -71,7 +71,8 @@ class LayerProblem(Problem):
             for request in range(len(case.seq_lens)):
                 without = [lens[:request] + lens[request + 1 :] for lens in (case.seq_lens, case.query_lens)]
                 yield LayerProblem(replace(case, seq_lens=without[0], query_lens=without[1]))
-        changes: list[dict[str, Any]] = [{"num_heads": 1}, {"padding_tokens": 0}, {"strided": False}, {"shared_pages": 0}, {"page_size": 1}]
+        changes: list[dict[str, Any]] = [{"num_heads": heads} for heads in fewer_heads(case.num_heads)]
+        changes += [{"padding_tokens": 0}, {"strided": False}, {"shared_pages": 0}, {"page_size": 1}]
         if not case.shared_pages:
             halved = [max(n // 2, 1) for n in case.query_lens]
             contexts = [max(length - n, 0) for length, n in zip(case.seq_lens, case.query_lens, strict=True)]

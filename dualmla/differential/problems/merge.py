@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dualmla.differential.problems.base import ASKED, Problem, Question, Result
+from dualmla.differential.problems.base import ASKED, Problem, Question, Result, fewer_heads
 from dualmla.differential.problems.fields import from_fields, to_fields
 from dualmla.ops import merge_attn_states
 from dualmla.testing import SAFETY, U32, Exact, poisoned_allocations
@@ -89,13 +89,15 @@ class MergeProblem(Problem):
 
     def smaller(self) -> Iterator[MergeProblem]:
         case = self.case
-        for token in range(case.num_tokens if 1 < case.num_tokens <= 8 else 0):
+        for token in range(case.num_tokens if 1 < case.num_tokens <= 16 else 0):
             empty_a, empty_b = ((0,) * (token in empty) for empty in (case.empty_a, case.empty_b))
             one = slice(token, token + 1)
             yield MergeProblem(replace(case, num_tokens=1, empty_a=empty_a, empty_b=empty_b), self.outs[:, one], self.lses[:, :, one])
-        for head in range(case.num_heads if 1 < case.num_heads <= 8 else 0):
+        for head in range(case.num_heads if 1 < case.num_heads <= 16 else 0):
             one = slice(head, head + 1)
             yield MergeProblem(replace(case, num_heads=1), self.outs[:, :, one], self.lses[:, one])
+        for heads in fewer_heads(case.num_heads):
+            yield MergeProblem(replace(case, num_heads=heads), self.outs[:, :, :heads], self.lses[:, :heads])
         if case.strided:
             yield replace(self, case=replace(case, strided=False))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dualmla.differential.problems.base import ASKED, DEEPSEEK_SCALES, Problem, Question, Result
+from dualmla.differential.problems.base import ASKED, DEEPSEEK_SCALES, Problem, Question, Result, fewer_heads
 from dualmla.differential.problems.fields import from_fields, to_fields
 from dualmla.testing import Exact
 from dualmla.testing.prefill import PrefillCase, PrefillInputs, exact_prefill, make_prefill_inputs, run_prefill
@@ -72,7 +72,7 @@ class PrefillProblem(Problem):
         if requests > 1:
             for request in range(requests):
                 yield self._kept([(n, m) if i == request else (0, 0) for i, (n, m) in enumerate(self._lengths())], drop_empty=True)
-        for heads in {1, case.num_heads // 2} - {0, case.num_heads}:
+        for heads in fewer_heads(case.num_heads):
             yield PrefillProblem(replace(case, num_heads=heads), self.q[:, :heads], self.k[:, :heads], self.v[:, :heads])
         for cut in (2, 1):
             lengths = [(n // 2, m // 2) if cut == 2 else (max(n - 1, 0), max(m - 1, 0)) for n, m in self._lengths()]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dualmla.differential.problems.base import ASKED, DEEPSEEK_SCALES, Problem, Question, Result
+from dualmla.differential.problems.base import ASKED, DEEPSEEK_SCALES, Problem, Question, Result, fewer_heads
 from dualmla.differential.problems.fields import from_fields, to_fields
 from dualmla.graph import DecodeGraphs, MLAGraphState
 from dualmla.metadata import MLAMetadata, MLAMetadataBuilder
@@ -88,7 +88,7 @@ class ReplayProblem(Problem):
         if self.capacity > len(case.seq_lens):
             yield ReplayProblem.of(case, len(case.seq_lens))
         changes: tuple[dict[str, Any], ...] = (
-            {"num_heads": 1},
+            *({"num_heads": heads} for heads in fewer_heads(case.num_heads)),
             {"page_size": 1},
             {"seq_lens": tuple((n + new) // 2 for n, new in zip(case.seq_lens, case.query_lens, strict=True))},
         )

@@ -1,7 +1,7 @@
 """How AITER plans a persistent decode, and what it does with the parts: both are HIP, which no CPU runs, restated here in Python.
 
 `plan` is `get_mla_metadata_v1` of the release on PyPI in its fast mode, for queries that one workgroup takes whole; `reduce` is
-`mla_reduce_v1`. What a GPU was seen to do with them nobody here knows: the tests that use them show that AITER's own code objects, fed
+`mla_reduce_v1`. What a GPU was seen to do with them nobody here knows: what runs on them shows that AITER's own code objects, fed
 with such plans by our adapter, give the right numbers.
 """
 
@@ -11,6 +11,8 @@ import itertools
 from collections.abc import Sequence
 
 import torch
+
+from dualmla.emulator.errors import NotEmulatedError
 
 OVERHEAD = 16
 """Blocks of keys that a work item counts for beside its own."""
@@ -75,6 +77,41 @@ def write_plan(
         if mine:
             reduce_final_map[request] = qo_indptr[request : request + 2]
     reduce_partial_map[: ends[-1]] = torch.tensor([slot for mine in parts for slot in mine], dtype=torch.int32)
+
+
+def get_mla_metadata_v1(
+    seqlens_qo_indptr: torch.Tensor,
+    seqlens_kv_indptr: torch.Tensor,
+    num_heads_per_head_k: int,
+    num_heads_k: int,
+    is_causal: bool,
+    work_metadata_ptrs: torch.Tensor,
+    work_info_set: torch.Tensor,
+    work_indptr: torch.Tensor,
+    reduce_indptr: torch.Tensor,
+    reduce_final_map: torch.Tensor,
+    reduce_partial_map: torch.Tensor,
+    kv_granularity: int = 16,
+    max_seqlen_qo: int = -1,
+    uni_seqlen_qo: int = -1,
+    fast_mode: bool = True,
+    topk: int = -1,
+    max_split_per_batch: int = -1,
+) -> None:
+    """The release's planner, arguments in the order of its C++; our adapter asks for one token of 16 heads a request.
+
+    Raises:
+        NotEmulatedError: the plan would be another one than `plan` restates.
+    """
+    asked = (num_heads_per_head_k, num_heads_k, max_seqlen_qo, fast_mode, topk, max_split_per_batch)
+    if asked != (16, 1, 1, True, -1, -1):
+        raise NotEmulatedError(
+            f"heads, key heads, tokens, fast_mode, topk, max_split_per_batch of a plan are {asked}; (16, 1, 1, True, -1, -1) is emulated"
+        )
+    write_plan(
+        seqlens_qo_indptr, seqlens_kv_indptr, work_metadata_ptrs, work_info_set, work_indptr, reduce_indptr, reduce_final_map,
+        reduce_partial_map, kv_granularity,
+    )  # fmt: skip
 
 
 def reduce(
