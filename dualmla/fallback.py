@@ -110,7 +110,12 @@ def chained(backends: tuple[type[MLABackend], ...]) -> type[MLABackend]:
 
 def may_refuse(backend: type[MLABackend]) -> bool:
     """Whether it has an answer of its own to what asks for refusals and doubts."""
-    return any([getattr(backend, hook).__func__ is not silence for hook, silence in SILENT.items()])
+    return any(answers(backend, hook) for hook in SILENT)
+
+
+def answers(backend: type[MLABackend], hook: str) -> bool:
+    """Whether it has an answer of its own to one of them."""
+    return getattr(backend, hook).__func__ is not SILENT[hook]
 
 
 def _take(

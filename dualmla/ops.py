@@ -84,13 +84,13 @@ def mla_decode(
         arguments = (meta.handle, rank, softmax_scale, causal, return_lse, *scale_arguments(k_scale), num_kv_splits, out, backend)
         return _given(out, torch.ops.dualmla.mla_decode(q, kv_cache, *arguments))
     looks = look(q), look(kv_cache), look(out)
-    rank = meta.accepted.get(looks) if isinstance(meta, MLAMetadata) else None
-    if rank is None:
-        rank = _check_decode(q, kv_cache, meta, out)
+    if not isinstance(meta, MLAMetadata) or looks not in meta.accepted:
+        accepted = _check_decode(q, kv_cache, meta, out)
         if len(meta.accepted) == MOST_ACCEPTED:
             meta.accepted.clear()
-        meta.accepted[looks] = rank
+        meta.accepted[looks] = accepted
     meta.check_current()
+    rank = meta.accepted[looks]
     (tokens, heads, _), device = q.shape, q.device
     check_contents(meta, tokens, kv_cache.shape[0])
     scale = check_scale("softmax_scale", softmax_scale)

@@ -22,7 +22,7 @@ from dualmla.backends.base import BackendReport, BackendUnavailable, DecodeCall,
 from dualmla.backends.reference import ReferenceMLABackend
 from dualmla.backends.triton import TritonMLABackend
 from dualmla.config import MLAConfig
-from dualmla.fallback import chained, log_once, may_refuse
+from dualmla.fallback import answers, chained, log_once
 from dualmla.validation import checked_device, variable
 
 logger = logging.getLogger("dualmla")
@@ -118,7 +118,7 @@ def backend_for_decode(device: torch.device, backend: str | None, call: Callable
         BackendUnavailable: the forced backend refuses, or none is usable on the device.
         ValueError: an unknown name, or `DUALMLA_SHADOW` is no share.
     """
-    return _watched(_willing(device, backend, lambda candidate: candidate.decode_refusals(call())), device)
+    return _watched(_willing(device, backend, "decode_refusals", call), device)
 
 
 def backend_for_prefill(device: torch.device, backend: str | None, call: Callable[[], PrefillCall]) -> type[MLABackend]:
@@ -127,7 +127,7 @@ def backend_for_prefill(device: torch.device, backend: str | None, call: Callabl
     Raises:
         BackendUnavailable, ValueError: as `backend_for_decode`.
     """
-    return _willing(device, backend, lambda candidate: candidate.prefill_refusals(call()))
+    return _willing(device, backend, "prefill_refusals", call)
 
 
 def backend_for_device(device: torch.device, backend: str | None) -> type[MLABackend]:
@@ -147,14 +147,15 @@ def _watched(chosen: type[MLABackend], device: torch.device) -> type[MLABackend]
     return watched
 
 
-def _willing(device: torch.device, backend: str | None, refusals_of: Callable[[type[MLABackend]], list[str]]) -> type[MLABackend]:
+def _willing(device: torch.device, backend: str | None, hook: str, call: Callable[[], DecodeCall | PrefillCall]) -> type[MLABackend]:
     requested = _requested(backend)
     candidates = _runnable(device, requested)
     if requested == "auto":
         return chained(candidates)
-    if may_refuse(candidates[0]) and (reasons := refusals_of(candidates[0])):
+    forced = candidates[0]
+    if answers(forced, hook) and (reasons := getattr(forced, hook)(call())):
         raise BackendUnavailable(requested, reasons)
-    return candidates[0]
+    return forced
 
 
 def _runnable(device: torch.device, requested: str) -> tuple[type[MLABackend], ...]:

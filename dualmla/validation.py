@@ -30,7 +30,7 @@ def variable(name: str) -> str:
 @functools.cache
 def _encoded(name: str) -> object:
     """A name as the data of `os.environ` have it."""
-    return os.environ.encodekey(name)  # type: ignore[attr-defined]
+    return os.environ.encodekey(name)
 
 
 def reads_allowed(tensor: torch.Tensor) -> bool:
