@@ -90,18 +90,22 @@ def _amd_config(wide: bool, dtype: torch.dtype, target: Target, float8: bool) ->
     """For CDNA. A lane has 512 registers, vector and accumulation ones together, and everything here is about fitting into them.
 
     Slices of 128 columns, one tile at a time and 16 x 16 products keep what is in flight small. Two tiles at a time would
-    make gfx942, which can't read LDS transposed, fetch values by two bytes.
+    make gfx942, which can't read LDS transposed, fetch values by two bytes. On gfx950 the next tile's loads are under way while
+    this one is multiplied, where there are registers for it: not with Triton 3.6, nor for float8, which would come by four bytes.
     """
     lazy, programs = (NO if dtype == torch.float16 else LAST_TILES).value, target.processors
     # kpack: two steps of a product are read from LDS at once. Triton 3.6 has no registers for it beside 64 rows, and CDNA4 has
     # products of twice the depth instead. With one wave to a SIMD the compiler may use all registers, which it does not always know
     two_steps = target.arch != "gfx950" and dtype != torch.float32 and not (wide and TRITON_VERSION <= (3, 6))
     options = {"matrix_instr_nonkdim": 16, "kpack": 2 if two_steps else 1, "waves_per_eu": 1}
+    if target.arch == "gfx950" and dtype == torch.float16:
+        options["waves_per_eu"] = 0  # told, it keeps a register in another one
+    stages = 2 if target.arch == "gfx950" and not float8 and TRITON_VERSION > (3, 6) else 1
     if dtype == torch.float32:
         return DecodeConfig(16, 16, slices=8, stages=1, lazy=lazy, programs=programs, warps=4, options=options)
     if wide:
         slices = 8 if target.arch == "gfx90a" else 4  # its products are of half the depth, and their operands take more registers
-        return DecodeConfig(64, 16 if float8 else 32, slices=slices, stages=1, lazy=lazy, programs=programs, warps=4, options=options)
+        return DecodeConfig(64, 16 if float8 else 32, slices=slices, stages=stages, lazy=lazy, programs=programs, warps=4, options=options)
     # A wave alone multiplies nothing twice and waits for nobody. Each has a SIMD to itself: four of them keep a compute unit's
     # memory busy while one waits, and each has its own share of the plan.
-    return DecodeConfig(16, 16, slices=4, stages=1, lazy=lazy, programs=4 * programs, warps=1, options=options)
+    return DecodeConfig(16, 16, slices=4, stages=stages, lazy=lazy, programs=4 * programs, warps=1, options=options)

@@ -107,7 +107,7 @@ def concat_and_cache_mla(
         k_scale if on_device else None, 1.0 if on_device else k_scale,
         kv_c.stride(0), k_pe.stride(0), kv_cache.stride(0), kv_cache.stride(1),
         D=rank, R=rope, R_PADDED=next_power_of_2(rope), PAGE=kv_cache.shape[1], FORMAT=format_.value,
-        EXACT=kv_c.device.type == "cpu", num_warps=4,
+        EXACT=kv_c.is_cpu, num_warps=4,
     )  # fmt: skip
 
 
@@ -130,11 +130,11 @@ def gather_kv_cache(
         return
     first = 1 << (width.bit_length() - 1)
     on_device = isinstance(k_scale, torch.Tensor)
-    block_rows = 64 if out.device.type == "cpu" else 4
+    block_rows = 64 if out.is_cpu else 4
     launch(
         _gather, (cdiv(num_rows, block_rows),), out.device,
         kv_cache, block_table, cu_seqlens, seq_starts, out, k_scale if on_device else None, 1.0 if on_device else k_scale,
         num_reqs, num_rows, block_table.stride(0), kv_cache.stride(0), kv_cache.stride(1), out.stride(0),
         W0=first, W1=width - first, W1_PADDED=next_power_of_2(max(width - first, 1)), PAGE=kv_cache.shape[1],
-        STEPS=(num_reqs - 1).bit_length(), BR=block_rows, EXACT=out.device.type == "cpu", num_warps=4,
+        STEPS=(num_reqs - 1).bit_length(), BR=block_rows, EXACT=out.is_cpu, num_warps=4,
     )  # fmt: skip
