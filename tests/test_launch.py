@@ -22,7 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dualmla_kernels import boxes, decode, prefill, ready
+from dualmla_kernels import boxes, decode, decode_config, prefill, ready
 from dualmla_kernels import launch as launching
 from dualmla_kernels.boxes import Box
 from dualmla_kernels.launch import Prepared, launch, layout_of
@@ -459,7 +459,8 @@ def hopper_prefill(*, with_lse: bool = True) -> tuple[Callable[[], Any], dict[st
 def test_settled_launches_are_the_same_launches(recorder: Recorder, monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
     """For other tensors of the same kind nothing is sorted or encoded anew; for others, and whoever listens, it is not settled."""
     recorder.target = SM_90
-    monkeypatch.setattr(decode, "target_of", lambda _: CHIPS["sm_90"])
+    for module in (decode, decode_config):
+        monkeypatch.setattr(module, "target_of", lambda _: CHIPS["sm_90"])
     anew, tensors = make()
     scratch = torch.zeros(1 << 20)
     monkeypatch.setattr(torch, "empty", lambda *shape, dtype, device: scratch.view(dtype))
