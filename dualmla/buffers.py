@@ -283,7 +283,8 @@ class PlanBuffers:
                 from dualmla_kernels.decode import plan_shape
                 from dualmla_kernels.plan import allocate_plan
 
-                shape = plan_shape(self._cfg.num_heads, max_query_len, self._cfg.dtype, self._device)
+                float8 = self._cfg.cache_dtype.itemsize == 1
+                shape = plan_shape(self._cfg.num_heads, max_query_len, self._cfg.dtype, self._device, float8)
                 with torch.inference_mode(False):  # written again inside and outside of it
                     self._plans[max_query_len] = allocate_plan(self._max_num_reqs, shape, self._device)
             view = self._views[num_decodes, max_query_len] = self._plans[max_query_len].of(num_decodes)

@@ -81,7 +81,8 @@ class TritonMLABackend(KernelMLABackend):
         """The most that a decode takes beside its arguments, whatever its lengths."""
         from dualmla_kernels.decode import scratch_bytes
 
-        return scratch_bytes(cfg.num_heads, max_query_len, num_reqs, cfg.kv_lora_rank, cfg.dtype, device)
+        float8 = cfg.cache_dtype.itemsize == 1
+        return scratch_bytes(cfg.num_heads, max_query_len, num_reqs, cfg.kv_lora_rank, cfg.dtype, device, float8)
 
     @classmethod
     def mla_prefill(

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from dualmla_kernels.launch import cdiv, launch, next_power_of_2
-from dualmla_kernels.numerics import cast, float8_bits
+from dualmla_kernels.numerics import cast, float8_bits, widen
 
 # How the cache's numbers are written: as they are, or as one of the float8 flavours
 PLAIN, E4M3FN, E4M3FNUZ = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -81,11 +81,12 @@ def _gather(
     o0, o1 = tl.arange(0, W0), tl.arange(0, W1_PADDED)
     source = kv_ptr + page * page_stride + (position % PAGE).to(tl.int64) * slot_stride
     target = out_ptr + row.to(tl.int64) * out_stride
-    x0 = tl.load(source[:, None] + o0[None, :], mask=(live & exists)[:, None], other=0.0).to(tl.float32) * k_scale
+    x0 = widen(tl.load(source[:, None] + o0[None, :], mask=(live & exists)[:, None], other=0.0), tl.float32, EXACT) * k_scale
     tl.store(target[:, None] + o0[None, :], cast(x0, out_ptr.dtype.element_ty, EXACT), mask=exists[:, None])
     if W1 > 0:
         in_row = (o1 < W1)[None, :]
-        x1 = tl.load(source[:, None] + (W0 + o1)[None, :], mask=(live & exists)[:, None] & in_row, other=0.0).to(tl.float32) * k_scale
+        x1 = tl.load(source[:, None] + (W0 + o1)[None, :], mask=(live & exists)[:, None] & in_row, other=0.0)
+        x1 = widen(x1, tl.float32, EXACT) * k_scale
         tl.store(target[:, None] + (W0 + o1)[None, :], cast(x1, out_ptr.dtype.element_ty, EXACT), mask=exists[:, None] & in_row)
 
 
