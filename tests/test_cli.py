@@ -1,8 +1,12 @@
 """The command line: what it prints, writes and returns."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +24,26 @@ CASES = (
     DecodeCase(num_heads=2, seq_lens=(5, 0), query_lens=(2, 1), page_size=3),
     DecodeCase(num_heads=3, seq_lens=(70,), dtype=torch.float16),
 )
+
+
+SLOW = """
+import os, pathlib, time
+import dualmla
+from dualmla.backends.reference import ReferenceMLABackend
+
+class Slow(ReferenceMLABackend):
+    name, calls = "slow", 0
+
+    @classmethod
+    def mla_decode(cls, *args, **rest):
+        super().mla_decode(*args, **rest)
+        cls.calls += 1
+        if cls.calls > 2:
+            pathlib.Path(__file__).with_name("hangs").write_text(str(os.getpid()))
+            time.sleep(100)
+
+dualmla.register_backend("slow", Slow)
+"""
 
 
 def dualmla_(*args, env=None):
@@ -92,19 +116,66 @@ def test_check_disagrees_and_names_the_contract(tmp_path):
         (("--time", "1 minute"), "it must be a number of seconds"),
         (("--time", "-1"), "it must be a number of seconds"),
         (("--jobs", "0"), "Invalid value for '--jobs'"),
+        (("--cases", "0"), "Invalid value for '--cases'"),
+        (("--device", "cpux"), "Invalid value for '--device': it must be cpu"),
+        (("--device", "meta"), "got 'meta'"),
+        (("--device", "cuda:99"), "got 'cuda:99'"),
+        (("--grid", "quick", "--grid", "slow"), "--grid must be one of"),
+        (("--against", "tritn", "--backend", "reference"), "backend is 'tritn'; it must be one of auto"),
     ],
 )
 def test_check_could_not_run(args, words):
     result = dualmla_("check", *args)
     assert result.exit_code == 2
-    assert words in " ".join(result.stderr.split())
+    assert words in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_grids_can_be_asked_for_together(monkeypatch, tmp_path):
+    for name, case in zip(("quick", "vllm"), CASES, strict=True):
+        monkeypatch.setitem(grids.GRIDS, name, lambda case=case: [lambda: DecodeProblem.draw(case)])
+    report = tmp_path / "r.json"
+    result = dualmla_(
+        "check", "--backend", "reference", "--device", "cpu", "--grid", "vllm", "--grid", "quick", "--jobs", "50", "--json", str(report)
+    )
+    assert result.exit_code == 0, result.output
+    told = json.loads(report.read_text())
+    assert told["title"] == "grid vllm and grid quick"
+    assert [row[0]["title"] for row in told["rows"]] == [str(case) for case in reversed(CASES)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_check_reports_what_it_judged(tmp_path, number):
+    """The reports are there, and nothing runs on."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    report = tmp_path / "r.json"
+    command = [sys.executable, "-m", "dualmla", "check", "--device", "cpu", "--load", str(tmp_path / "slow.py"), "--backend", "slow"]
+    paths = os.pathsep.join(path for path in sys.path if path)
+    process = subprocess.Popen(
+        [*command, "--cases", "9", "--jobs", "1", "--json", str(report)],
+        env={**os.environ, "PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "hangs").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=20)
+    assert process.returncode == 2, said
+    assert "interrupted" in said
+    told = json.loads(report.read_text())
+    assert told["interrupted"]
+    assert {verdict["status"] for (verdict,) in told["rows"]} == {"pass"}
+    assert len(told["rows"]) < 9
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "hangs").read_text()), 0)
 
 
 def test_a_file_that_can_not_be_loaded_is_said(tmp_path):
     (tmp_path / "broken.py").write_text("raise OSError('no such kernel')")
     result = dualmla_("check", "--load", str(tmp_path / "broken.py"), "--device", "cpu")
     assert result.exit_code == 2
-    assert "OSError: no such kernel" in result.stderr
+    assert "can't be loaded: OSError: no such kernel" in " ".join(result.stderr.split())
 
 
 def test_random_cases_instead_of_the_grid(tmp_path):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dualmla.cli.options import Backend, Device, Emulate, Load, default_device, emulated_names, seconds_of
-from dualmla.cli.terminal import AGREE, COULD_NOT_RUN, DISAGREE, fail, open_console, say_written
+from dualmla.cli.terminal import AGREE, COULD_NOT_RUN, DISAGREE, fail, open_console, say_written, write
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -30,10 +30,11 @@ def check(
     backend: Backend = None,
     against: Annotated[str, typer.Option(metavar="NAME", help="A second backend; float64 judges both.")] = "reference",
     grid: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="quick (with --emulate: emulated), aiter, flashmla, vllm or peers; the first unless --cases or --time ask for random ones",
+            help="quick (with --emulate: emulated), aiter, flashmla, vllm or peers; can be repeated; the first unless --cases or --time "
+            "ask for random ones",
         ),
     ] = None,
     cases: Annotated[int | None, typer.Option(min=1, metavar="N", help="So many random cases.")] = None,
@@ -63,44 +64,46 @@ def check(
     from dualmla.differential.check import Plan, default_jobs
     from dualmla.differential.emulated_grid import emulated_grid, for_chip
     from dualmla.differential.files import check_destinations, to_html, to_json, to_junit
-    from dualmla.differential.grids import GRIDS, random_problems
+    from dualmla.differential.grids import GRIDS
+    from dualmla.differential.random_problems import random_problems
     from dualmla.differential.report import print_report
 
     grids = {**GRIDS, "emulated": emulated_grid}
-    if grid is not None and grid not in grids:
-        fail(f"--grid must be one of {', '.join(grids)}, got {grid!r}")
+    for name in grid or ():
+        if name not in grids:
+            fail(f"--grid must be one of {', '.join(grids)}, got {name!r}")
     others = [] if against == "reference" else [against]
     names = emulated_names(emulate, [backend or "triton", *others], device) if emulate else [backend, *others]
-    usual = "emulated" if emulate else "quick"
-    asked_random = cases is not None or (time is not None and grid is None)
+    asked_random = cases is not None or (time is not None and not grid)
+    wanted = list(dict.fromkeys(grid or ([] if asked_random else ["emulated" if emulate else "quick"])))
     try:
         check_destinations(files={"--json": json, "--junit": junit, "--html": html}, repros=save_failures)
     except (ImportError, OSError) as error:
         fail(str(error))
-    draws = grids[grid or usual]() if grid or not asked_random else []
-    title = f"grid {grid or usual}" if draws else ""
+    draws = [draw for name in wanted for draw in grids[name]()]
     total: int | None = len(draws)
+    titles = [f"grid {name}" for name in wanted]
     if asked_random:
         total = None if cases is None else len(draws) + cases
-        title = " and ".join(filter(None, (title, f"{'' if cases is None else f'{cases} '}random cases of seed {seed}")))
+        titles.append(f"{'' if cases is None else f'{cases} '}random cases of seed {seed}")
     problems = itertools.chain(draws, itertools.islice(random_problems(seed), cases)) if asked_random else draws
+    usual = default_jobs(total) if {*wanted} <= {"quick", "emulated"} else 1  # a problem of the others grows to gigabytes
     plan = Plan(
         backends=names,
         device="cpu" if emulate else device or default_device(),
-        title=title,
+        title=" and ".join(titles),
         load=tuple(load or ()),
         seconds=time,
         save=save_failures,
         limit=600.0 if emulate else 120.0,  # the emulator and each kernel are compiled when they are first needed
-        jobs=jobs or (default_jobs(total) if grid in (None, "quick", "emulated") else 1),  # a problem of the others grows to gigabytes
+        jobs=min(jobs or usual, total or usual),
     )
     console = open_console()
     report = _run_check(console, for_chip(problems, emulate) if emulate else problems, plan, total)
     print_report(console, report)
     for path, convert in ((json, to_json), (junit, to_junit), (html, to_html)):
         if path is not None:
-            path.write_text(convert(report))
-            say_written(console, path)
+            write(console, path, convert(report))
     raise typer.Exit(_status(report))
 
 

@@ -10,7 +10,21 @@ import typer
 from dualmla.cli.terminal import fail
 
 Backend = Annotated[str | None, typer.Option(metavar="NAME", help="A registered backend; else DUALMLA_BACKEND, else auto.")]
-Device = Annotated[str | None, typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:1, ...; else cuda if there is one.")]
+
+
+def device_of(text: str) -> str:
+    """`cpu`, or a GPU that is there."""
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    allowed = ["cpu", *["cuda"][:gpus], *(f"cuda:{index}" for index in range(gpus))]
+    if text not in allowed:
+        there = "" if gpus else "; torch sees no GPU"
+        raise typer.BadParameter(f"it must be {' or '.join(allowed)}{there}, got {text!r}")
+    return text
+
+
+Device = Annotated[str | None, typer.Option(parser=device_of, metavar="DEVICE", help="cpu, cuda, cuda:1, ...; else cuda if there is one.")]
 
 Load = Annotated[
     list[Path] | None,

@@ -19,6 +19,15 @@ def open_console() -> Console:
     return console if console.is_terminal else Console(width=150)
 
 
+def write(console: Console, path: Path, text: str) -> None:
+    """A file of the user's, and that it is there; the place was tried before, the disk may have filled since."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        fail(f"{path} can't be written: {error.strerror}")
+    say_written(console, path)
+
+
 def say_written(console: Console, path: Path) -> None:
     """A file of the user's is there."""
     console.print(f"wrote {path}", style="dim", highlight=False)

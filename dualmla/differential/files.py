@@ -32,9 +32,14 @@ def check_destinations(*, files: dict[str, Path | None], repros: Path | None = N
         OSError: naming the option and what is in the way.
         ImportError: a package is missing.
     """
+    taken: dict[Path, str] = {}
     for option, path in files.items():
         if path is None:
             continue
+        if path.is_file() or not path.exists():  # what is neither, /dev/stdout say, takes several
+            other = taken.setdefault(path.resolve(), option)
+            if other != option:
+                raise FileExistsError(f"{option} {path} is the file of {other} too")
         if path.is_dir():
             raise IsADirectoryError(f"{option} {path} is a directory, it must be a file to write")
         if not path.parent.is_dir():

@@ -20,14 +20,14 @@ SCRIPT = '''"""{headline}
 
 {findings}
 
-Found by dualmla {version} on {device}. Needs dualmla and the two files {stem}.safetensors and {stem}.json beside this script.
+Found by dualmla {version} on {device}. Needs dualmla and, beside this script, {files}.
 """
 from pathlib import Path
 from dualmla.differential.repro import load
 from dualmla.differential.judge import judge
 {registration}
-repro = load(Path(__file__).with_name("{stem}.safetensors"))
-verdict = judge(repro.problem, "{backend}", "{place}")
+repro = load(Path(__file__).with_name({numbers!r}))
+verdict = judge(repro.problem, {backend!r}, {place!r})
 print(*(f"{{finding.contract}}: {{finding.sentence}}" for finding in verdict.findings), sep="\\n")
 assert verdict.status == "pass"
 '''
@@ -53,14 +53,14 @@ class Repro:
 def save(
     directory: Path, problem: Problem, verdict: Verdict, *, device: str, made: dict[str, Any], load_files: tuple[Path, ...] = ()
 ) -> Path:
-    """Write the three files of a failure.
+    """Write the three files of a failure, and copies of what registers the backend: together they run anywhere.
 
     Arguments:
         directory: created when missing.
         problem, verdict: the failure.
         device: where it failed.
         made: versions and machine, for the record.
-        load_files: what registers the backend, named in the script.
+        load_files: what registers the backend, copied and run by the script.
 
     Returns:
         The .safetensors file; its neighbours have its stem.
@@ -80,18 +80,23 @@ def save(
         "format": FORMAT, "operation": problem.operation, "title": problem.title, "backend": verdict.backend, "device": device,
         "load": [str(file) for file in load_files], "findings": findings, "made": made, "case": fields,
     }  # fmt: skip
-    path.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n")
+    path.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    beside = [_beside(directory, file) for file in load_files]
     path.with_suffix(".py").write_text(
         SCRIPT.format(
-            headline=f"{verdict.backend} is wrong in {problem.operation} {problem.title}",
-            findings="\n".join(f"{finding['contract']}: {finding['sentence']}" for finding in findings),
+            headline=_in_docstring(f"{verdict.backend} is wrong in {problem.operation} {problem.title}"),
+            findings=_in_docstring("\n".join(f"{finding['contract']}: {finding['sentence']}" for finding in findings)),
             version=made.get("dualmla"),
             device=made.get("device", device),
-            stem=stem,
-            registration="".join(f'import runpy; runpy.run_path("{file}")  # registers the backend\n' for file in load_files),
+            files=", ".join([path.name, f"{stem}.json", *beside]),
+            registration="".join(
+                f"import runpy; runpy.run_path(str(Path(__file__).with_name({name!r})))  # registers the backend\n" for name in beside
+            ),
+            numbers=path.name,
             backend=verdict.backend,
             place=device,
-        )
+        ),
+        encoding="utf-8",
     )
     return path
 
@@ -105,16 +110,41 @@ def load(path: Path) -> Repro:
         FileNotFoundError: one of the two files is missing.
     """
     load_file = safetensors_torch().load_file
+    about_path, numbers_path = path.with_suffix(".json"), path.with_suffix(".safetensors")
+    for needed in (about_path, numbers_path):
+        if not needed.is_file():
+            raise FileNotFoundError(f"{path} is not a repro, or not all of it: there is no {needed}")
     try:
-        about = json.loads(path.with_suffix(".json").read_text())
+        about = json.loads(about_path.read_text(encoding="utf-8"))
         if about["format"] != FORMAT:
-            raise ValueError(f"{path} has format {about['format']!r}, this version reads format {FORMAT}")
-        tensors = load_file(path.with_suffix(".safetensors"))
+            raise ValueError(f"it has format {about['format']!r}, this version reads format {FORMAT}")
+        tensors = load_file(numbers_path)
         tensors.pop("none", None)
         problem = unpack(about["operation"], about["case"], tensors)
-        return Repro(problem, about["backend"], about["findings"], about["made"])
-    except (KeyError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not a repro: {type(error).__name__}: {error}") from error
+        problem.lay_out("cpu", poison=False)  # numbers of other sizes than the case says
+        findings = [{name: str(finding[name]) for name in ("contract", "kind", "sentence")} for finding in about["findings"]]
+        return Repro(problem, str(about["backend"]), findings, dict(about["made"]))
+    except OSError:
+        raise
+    except Exception as error:  # whatever a damaged file leads to: of JSON, of safetensors, of a case that can't be
+        raise ValueError(f"{path} is not a repro, or is damaged: {type(error).__name__}: {error}") from error
+
+
+def _beside(directory: Path, file: Path) -> str:
+    """The name in `directory` of a copy of `file`, as it is now: a repro is of a backend that may be mended tomorrow."""
+    number, text = 1, file.read_bytes()
+    copy = directory / file.name
+    while copy.exists() and copy.read_bytes() != text:
+        number += 1
+        copy = directory / f"{file.stem}-{number}{file.suffix}"
+    if not copy.exists():
+        copy.write_bytes(text)
+    return copy.name
+
+
+def _in_docstring(text: str) -> str:
+    """What a backend said may hold anything."""
+    return text.replace("\\", "\\\\").replace('"', "'")
 
 
 def _unused(directory: Path, stem: str) -> str:

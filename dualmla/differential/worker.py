@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from dualmla.backends.base import BackendUnavailable
 from dualmla.differential.problems.base import Problem
 from dualmla.differential.verdict import Finding, Verdict
 from dualmla.testing import poisoned_allocations
@@ -215,11 +216,18 @@ def _judge_until_closed(problems: Connection, verdicts: Connection, backend: str
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # an abort is expected and reported; its core would take seconds to write
     _send(verdicts, ("forked", os.getpid()))
     logging.basicConfig(level=logging.ERROR)
-    try:
-        for path in load:
+    for path in load:
+        try:
             runpy.run_path(str(path))
+        except (Exception, SystemExit) as error:
+            _send(verdicts, ("unusable", f"{path} can't be loaded: {type(error).__name__}: {error}"))
+            return
+    try:
         know(backend)
         name = backend_for_device(torch.device(device), backend).name
+    except (ValueError, BackendUnavailable) as error:  # sentences for the user
+        _send(verdicts, ("unusable", str(error)))
+        return
     except Exception as error:
         _send(verdicts, ("unusable", f"{type(error).__name__}: {error}"))
         return

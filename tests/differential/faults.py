@@ -176,8 +176,8 @@ class Flipped(Sound):
     def finish(cls, out, lse):
         cls.calls += 1
         if cls.calls % 200 == 0 and out.numel():
-            flat = out.abs().float().nan_to_num(0).flatten()
-            out.view(-1)[int(flat.argmax())] *= -1
+            largest = out.abs().float().nan_to_num(0).argmax()
+            out[tuple(index.item() for index in torch.unravel_index(largest, out.shape))] *= -1
 
 
 class Padding(Sound):
@@ -215,8 +215,8 @@ class Random(Sound):
 
     @classmethod
     def finish(cls, out, lse):
-        if out.numel() and (value := out.view(-1)[(at := random.randrange(out.numel()))]) != 0:
-            out.view(-1)[at] = value * (1 + torch.finfo(out.dtype).eps)
+        if out.numel() and (value := out[(at := tuple(random.randrange(size) for size in out.shape))]) != 0:
+            out[at] = value * (1 + torch.finfo(out.dtype).eps)
 
 
 class LastPage(Sound):
@@ -270,6 +270,16 @@ class Abort(Sound):
         super().mla_decode(q, kv_cache, meta, *args, **rest)
 
 
+class Leave(Sound):
+    """Ends the process, as if all were well."""
+
+    @classmethod
+    def mla_decode(cls, q, kv_cache, meta, *args, **rest):
+        if meta.max_query_len > 1:
+            raise SystemExit(0)
+        super().mla_decode(q, kv_cache, meta, *args, **rest)
+
+
 class Hang(Sound):
     @classmethod
     def mla_decode(cls, q, kv_cache, meta, *args, **rest):
@@ -307,6 +317,7 @@ FAULTS = {
     "k-scale": KScale,
     "qo-indptr": QoIndptr,
     "abort": Abort,
+    "leave": Leave,
     "hang": Hang,
     "raises": Raises,
 }

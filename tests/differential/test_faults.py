@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from dualmla.buffers import MetadataBuffers
-from dualmla.differential.grids import random_problems
 from dualmla.differential.judge import judge
 from dualmla.differential.problems import (
     CacheCase,
@@ -18,6 +17,7 @@ from dualmla.differential.problems import (
     PrefillProblem,
     ReplayProblem,
 )
+from dualmla.differential.random_problems import random_problems
 from dualmla.differential.shrink import shrink
 from dualmla.differential.verdict import CONTRACTS
 from dualmla.testing import DecodeCase

@@ -1,5 +1,6 @@
 """Failures as files, and back; reports as files."""
 
+import ast
 import inspect
 import itertools
 import json
@@ -16,9 +17,11 @@ from conftest import FAULTS_FILE
 from dualmla.differential import check, repro
 from dualmla.differential.check import Plan, run_check
 from dualmla.differential.files import to_html, to_json, to_junit
-from dualmla.differential.grids import DTYPES, GRIDS, random_problems
+from dualmla.differential.grids import GRIDS
 from dualmla.differential.judge import judge
 from dualmla.differential.problems import OPERATIONS, DecodeProblem, unpack
+from dualmla.differential.random_problems import DTYPES, random_problems
+from dualmla.differential.verdict import Finding, Verdict
 from dualmla.differential.worker import WorkerFailed
 from dualmla.testing import DecodeCase, assert_bits_equal
 from dualmla.testing.cases import Data
@@ -112,11 +115,55 @@ def test_the_script_runs_and_fails_alone(report):
 
 def test_what_is_no_repro_is_refused(tmp_path):
     (tmp_path / "x.json").write_text("{}")
-    with pytest.raises(ValueError, match="is not a repro: KeyError"):
+    with pytest.raises(FileNotFoundError, match=r"not all of it: there is no .*x\.safetensors"):
+        repro.load(tmp_path / "x.json")
+    (tmp_path / "x.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match="is not a repro, or is damaged: KeyError"):
         repro.load(tmp_path / "x.json")
     (tmp_path / "x.json").write_text(json.dumps({"format": 99}))
     with pytest.raises(ValueError, match="has format 99, this version reads format 1"):
         repro.load(tmp_path / "x.safetensors")
+
+
+DAMAGE = {
+    "numbers cut short": lambda about, numbers: (about, numbers[: len(numbers) // 2]),
+    "no numbers": lambda about, numbers: (about, b""),
+    "no JSON": lambda about, numbers: ("\x00", numbers),
+    "a list": lambda about, numbers: ("[]", numbers),
+    "another operation": lambda about, numbers: (about.replace('"operation": "decode"', '"operation": "encode"'), numbers),
+    "more heads than the numbers have": lambda about, numbers: (about.replace('"num_heads": 2', '"num_heads": 3'), numbers),
+    "heads of another type": lambda about, numbers: (about.replace('"num_heads": 2', '"num_heads": "two"'), numbers),
+    "a dtype that is none": lambda about, numbers: (about.replace('"bfloat16"', '"bfloat17"'), numbers),
+    "no finding": lambda about, numbers: (about.replace('"sentence"', '"sentenced"'), numbers),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_repro_is_refused(tmp_path, damage):
+    """In one sentence that names the file, whatever is wrong with it."""
+    problem = DecodeProblem.draw(DecodeCase(num_heads=2, seq_lens=(5,)))
+    verdict = Verdict("decode", problem.title, "x", (Finding("accuracy", "wrong"),))
+    path = repro.save(tmp_path, problem, verdict, device="cpu", made={})
+    assert repro.load(path).findings == [{"contract": "Error budget", "kind": "accuracy", "sentence": "wrong"}]
+    about, numbers = DAMAGE[damage](path.with_suffix(".json").read_text(), path.read_bytes())
+    path.with_suffix(".json").write_text(about)
+    path.write_bytes(numbers)
+    with pytest.raises(ValueError, match=rf"{path.name} is not a repro, or is damaged: \w+: "):
+        repro.load(path)
+
+
+def test_a_script_stands_whatever_the_backend_said(tmp_path):
+    """Beside it lies what registers the backend, as it was then; a second one of that name is another file."""
+    problem = DecodeProblem.draw(DecodeCase(num_heads=2, seq_lens=(5,)))
+    verdict = Verdict("decode", problem.title, "it's", (Finding("exception", 'RuntimeError: """ \\N \\x "'),))
+    scripts = []
+    for text in ("registered = 1", "registered = 2", "registered = 2"):
+        (tmp_path / "mine.py").write_text(text)
+        path = repro.save(tmp_path / "repros", problem, verdict, device="cpu", made={}, load_files=(tmp_path / "mine.py",))
+        scripts.append(path.with_suffix(".py").read_text())
+    assert ['with_name("mine-2.py")' in script.replace("'", '"') for script in scripts] == [False, True, True]
+    assert (tmp_path / "repros" / "mine.py").read_text() == "registered = 1"
+    assert all(ast.get_docstring(ast.parse(script)).count("RuntimeError: ''' \\N \\x") == 1 for script in scripts)
 
 
 def test_json(report):

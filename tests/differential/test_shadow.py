@@ -340,12 +340,14 @@ def test_on_a_gpu_the_variable_alone_samples_replays_and_is_never_wrong(monkeypa
         backend = dualmla.select_backend(Engine.config(16), "cuda", name)
         watcher = made[-1]
         engine = Engine(backend, "cuda", sizes=[2, 4], num_heads=16, length=300)
+        before = watcher.drain().sampled  # decodes of empty batches, run before each is captured: 0 is right whatever the factor
         for _ in range(20):
             got = engine.replay()
             torch.cuda.synchronize()
             watcher.drain()
         counts = watcher.counts
-        assert counts.sampled >= 19, counts  # of the first the lengths were asked for
-        assert counts.diverged == (0 if name == "triton" else counts.sampled), counts
+        replays = counts.sampled - before
+        assert replays >= 19, counts  # of the first the lengths may have been asked for
+        assert counts.diverged == (0 if name == "triton" else replays), counts
         if name == "triton":
             assert_bits_equal(got, want)

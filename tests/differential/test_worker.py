@@ -1,11 +1,12 @@
 """A backend that dies or hangs is a finding, and the next case is judged all the same."""
 
+import threading
 from pathlib import Path
 
 import pytest
 
 from dualmla.differential.problems.decode import DecodeProblem
-from dualmla.differential.worker import Worker, WorkerFailed
+from dualmla.differential.worker import Worker, WorkerAbandoned, WorkerFailed
 from dualmla.testing import DecodeCase
 
 FAULTS = (Path(__file__).parent / "faults.py",)
@@ -21,6 +22,25 @@ def test_an_abort_is_a_crash_with_the_stack():
         assert "SIGABRT" in verdict.findings[0].sentence
         assert "faults.py" in verdict.findings[0].sentence
         assert worker.judge(FINE).status == "pass"
+
+
+def test_a_backend_that_leaves_the_process_is_a_crash():
+    with Worker("fault-leave", load=FAULTS) as worker:
+        verdict = worker.judge(FATAL)
+        assert (verdict.kind, verdict.findings[0].sentence) == ("crash", "the process ended with exit status 0")
+        assert worker.judge(FINE).status == "pass"
+
+
+def test_an_abandoned_worker_answers_nobody():
+    """Whether it is in the middle of a case, or was never started."""
+    with Worker("fault-hang", load=FAULTS) as worker:
+        threading.Timer(2, worker.abandon).start()
+        with pytest.raises(WorkerAbandoned):
+            worker.judge(FATAL)
+    late = Worker("fault-hang", load=FAULTS)
+    late.abandon()
+    with pytest.raises(WorkerAbandoned), late:
+        pass
 
 
 def test_a_hang_is_ended():

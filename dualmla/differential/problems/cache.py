@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dualmla.differential.problems.base import ASKED, Problem, Question, Result
-from dualmla.differential.problems.fields import from_fields, to_fields
+from dualmla.differential.problems.fields import check_shapes, from_fields, to_fields
 from dualmla.ops import concat_and_cache_mla
 from dualmla.testing import SAFETY, Exact, poisoned_allocations
 from dualmla.testing.prefill import describe
@@ -94,7 +94,9 @@ class CacheProblem(Problem):
 
     @classmethod
     def unpack(cls, fields: dict[str, Any], tensors: dict[str, torch.Tensor]) -> CacheProblem:
-        return cls(from_fields(CacheCase, fields), tensors["rows"])
+        case = from_fields(CacheCase, fields)
+        check_shapes(tensors, {"rows": (case.num_tokens, case.kv_lora_rank + case.qk_rope_head_dim)})
+        return cls(case, tensors["rows"])
 
     def smaller(self) -> Iterator[CacheProblem]:
         case = self.case

@@ -10,7 +10,7 @@ import torch
 
 from dualmla.backends.base import BackendUnavailable
 from dualmla.differential.problems.base import ASKED, DEEPSEEK_SCALES, Problem, Question, Result
-from dualmla.differential.problems.fields import from_fields, to_fields
+from dualmla.differential.problems.fields import check_shapes, from_fields, to_fields
 from dualmla.differential.verdict import Kind
 from dualmla.testing import DecodeCase, DecodeInputs, DecodeValues, Exact, draw_decode_values, exact_decode, lay_out_decode, run_decode
 
@@ -63,6 +63,8 @@ class DecodeProblem(Problem):
     @classmethod
     def unpack(cls, fields: dict[str, Any], tensors: dict[str, torch.Tensor]) -> DecodeProblem:
         case = from_fields(DecodeCase, fields)
+        rows = {f"rows.{request}": (length, case.latent_dim) for request, length in enumerate(case.seq_lens)}
+        check_shapes(tensors, {"q": (sum(case.new_tokens) + case.padding_tokens, case.num_heads, case.latent_dim), **rows})
         return cls(DecodeValues(case, tensors["q"], tuple(tensors[f"rows.{request}"] for request in range(len(case.seq_lens)))))
 
     def lay_out(self, device: torch.device | str, *, poison: bool) -> DecodeCall:

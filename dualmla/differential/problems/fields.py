@@ -30,3 +30,14 @@ def from_fields(cls: type[CaseT], fields: dict[str, Any]) -> CaseT:
             value = getattr(torch, value)
         values[field.name] = value
     return cls(**values)
+
+
+def check_shapes(tensors: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]]) -> None:
+    """The numbers of a case are as many as it says, and no others.
+
+    Raises:
+        ValueError: they are not.
+    """
+    got = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if got != shapes:
+        raise ValueError(f"the numbers of this case must be {shapes}, got {got}")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dualmla.differential.problems.base import ASKED, Problem, Question, Result, fewer_heads
-from dualmla.differential.problems.fields import from_fields, to_fields
+from dualmla.differential.problems.fields import check_shapes, from_fields, to_fields
 from dualmla.ops import merge_attn_states
 from dualmla.testing import SAFETY, U32, Exact, poisoned_allocations
 from dualmla.testing.prefill import describe
@@ -85,7 +85,10 @@ class MergeProblem(Problem):
 
     @classmethod
     def unpack(cls, fields: dict[str, Any], tensors: dict[str, torch.Tensor]) -> MergeProblem:
-        return cls(from_fields(MergeCase, fields), **tensors)
+        case = from_fields(MergeCase, fields)
+        shape = (case.num_tokens, case.num_heads, case.v_head_dim)
+        check_shapes(tensors, {"outs": (2, *shape), "lses": (2, case.num_heads, case.num_tokens)})
+        return cls(case, **tensors)
 
     def smaller(self) -> Iterator[MergeProblem]:
         case = self.case

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dualmla.differential.problems.base import ASKED, DEEPSEEK_SCALES, Problem, Question, Result, fewer_heads
-from dualmla.differential.problems.fields import from_fields, to_fields
+from dualmla.differential.problems.fields import check_shapes, from_fields, to_fields
 from dualmla.testing import Exact
 from dualmla.testing.prefill import PrefillCase, PrefillInputs, exact_prefill, make_prefill_inputs, run_prefill
 
@@ -64,7 +64,12 @@ class PrefillProblem(Problem):
 
     @classmethod
     def unpack(cls, fields: dict[str, Any], tensors: dict[str, torch.Tensor]) -> PrefillProblem:
-        return cls(from_fields(PrefillCase, fields), **tensors)
+        case = from_fields(PrefillCase, fields)
+        tokens, keys, heads = sum(case.query_lens), sum(case.keys), case.num_heads
+        check_shapes(
+            tensors, {"q": (tokens, heads, case.qk_head_dim), "k": (keys, heads, case.qk_head_dim), "v": (keys, heads, case.v_head_dim)}
+        )
+        return cls(case, **tensors)
 
     def smaller(self) -> Iterator[PrefillProblem]:
         case = self.case
