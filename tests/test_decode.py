@@ -29,7 +29,7 @@ from dualmla.testing import (
     make_decode_inputs,
     run_decode,
 )
-from dualmla_kernels import decode
+from dualmla_kernels import decode, decode_kernel
 from dualmla_kernels.target import CHIPS, launches_on
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -85,6 +85,22 @@ def test_scores_far_above_those_of_the_last_keys(dtype: torch.dtype, splits: int
         num_heads=24, seq_lens=(300, 64, 129), page_size=64, dtype=dtype, num_kv_splits=splits, data="peaked", softmax_scale=1.0
     )
     check(case, device, backend)
+
+
+@pytest.mark.parametrize("splits", [None, 1, 2])
+def test_scores_far_above_those_of_the_first_keys(splits: int | None, device: torch.device, backend: str) -> None:
+    """By more than 2^64, over a float8 cache, whose first tile's maximum serves the others too as long as it will do."""
+    float8 = next(dtype for dtype in FP8 if takes_float8(device, dtype))
+    case = DecodeCase(num_heads=3, seq_lens=(300, 64, 129), page_size=64, kv_cache_dtype=float8, num_kv_splits=splits, softmax_scale=1.0)
+    inputs = make_decode_inputs(case, device)
+    for request, length in enumerate(case.seq_lens):
+        row = inputs.kv_cache[inputs.meta.block_table[request, (length - 1) // 64], (length - 1) % 64]
+        row.copy_((inputs.q[request, 1].float() * 4).to(float8))
+    out, lse = run_decode(inputs, backend)
+    exact = exact_decode(inputs)
+    assert float(exact.lse[1].min()) > 64, "the last key's score is far above all others"
+    comparison = compare(out, lse, exact, flashmla_gate=False)
+    assert comparison.agrees, comparison.failures
 
 
 SIZES = [(rank, rope) for rank, rope in itertools.product((32, 64, 128, 256, 512), (16, 48, 64, 80, 128))]
@@ -333,7 +349,7 @@ def test_more_split_requests_than_a_grid_may_have() -> None:
             lse=None,
             num_kv_splits=2,
         )
-    combined = [launch for launch in launches if launch.kernel is decode._combine]
+    combined = [launch for launch in launches if launch.kernel is decode_kernel._combine]
     assert all(size <= 65535 for launch in launches for size in launch.grid[1:])
     assert sum(launch.grid[1] for launch in combined) == requests
     assert sum(len(launch.args[2]) for launch in combined) == requests

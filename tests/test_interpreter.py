@@ -114,7 +114,7 @@ def test_our_kernels_compile_for_gfx942_after_they_were_interpreted(run_python: 
 import torch, triton, dualmla
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from dualmla_kernels.decode import _combine
+from dualmla_kernels.decode_kernel import _combine
 meta = dualmla.decode_metadata(torch.zeros(1, 1, dtype=torch.int32), [1], page_size=1, device="cpu")
 dualmla.mla_decode(torch.ones(1, 2, 576), torch.ones(1, 1, 576), meta, 0.1, num_kv_splits=2, backend="triton")
 constants = {"H": 16, "D": 512, "BS": 8, "BD": 512, "PDL": False, "EXACT": False}

@@ -13,17 +13,17 @@ from functools import partial
 
 import torch
 
-from dualmla_kernels import decode, kv_cache, merge_states, metadata, plan, prefill, token_slots
+from dualmla_kernels import decode, decode_kernel, kv_cache, merge_states, metadata, plan, prefill, token_slots
 from dualmla_kernels.target import Launch, Target, launches_on
 
 META = torch.device("meta")
 BF16, FP16, FP32, INT32, INT64 = torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64
 RANK, ROPE = 512, 64
 
-MULTIPLY = (decode._decode, prefill._prefill)
+MULTIPLY = (decode_kernel._decode, prefill._prefill)
 """Kernels whose work is products of matrices."""
 
-MOVE_ROWS = (*MULTIPLY, decode._combine, merge_states._merge)
+MOVE_ROWS = (*MULTIPLY, decode_kernel._combine, merge_states._merge)
 """Kernels whose time goes with the bytes they read, which are to come 16 at a time."""
 
 KNOWN_FAULTS = {
