@@ -28,7 +28,7 @@ from dualmla.config import FLOAT8_DTYPES, MLAConfig
 from dualmla.context import PrefillPlan, prefill_plan
 from dualmla.metadata import MLAMetadata
 from dualmla.protocol import AttentionOps
-from dualmla.validation import check_cache, check_k_scale, check_meta, check_tensor, check_written, scale_arguments
+from dualmla.validation import check_cache, check_contents, check_k_scale, check_meta, check_tensor, check_written, scale_arguments
 
 WORKSPACE_BYTES = 512 * 2**20
 """What the up-projected context of all heads takes at most where `context_workspace_tokens` is left to us."""
@@ -151,6 +151,7 @@ class MLAImpl:
         if not isinstance(meta, MLAMetadata):
             raise TypeError(f"meta must be MLAMetadata, got {type(meta).__name__}")
         check_meta(meta, num_tokens=tokens, num_heads=cfg.num_heads, dtype=cfg.dtype, kv_cache=kv_cache)
+        check_contents(meta, tokens, kv_cache.shape[0])
         rank = cfg.kv_lora_rank if meta.config is None else meta.config.kv_lora_rank
         if rank != cfg.kv_lora_rank:  # the rows may be as long and cut elsewhere
             raise ValueError(f"kv_lora_rank is {cfg.kv_lora_rank}, the metadata was built for a config of kv_lora_rank={rank}")

@@ -99,7 +99,8 @@ class MetadataBuffers:
         self.kept = KeptPlans(max_num_reqs, replayed=replayed)
         self.page_size = page_size
         self.on_replay: list[Callable[[int], None]] = []
-        self._fields = torch.zeros(7, max_num_reqs + 1, dtype=torch.int32, device=device)
+        # each row begins at a multiple of 16 bytes: kernels are compiled for that, whatever the number of requests
+        self._fields = torch.zeros(7, (max_num_reqs + 4) // 4 * 4, dtype=torch.int32, device=device)
         self._rows = self._fields.unbind()
         self._views: dict[tuple[int, int], torch.Tensor] = {}
         first = self._fields.data_ptr()
@@ -161,7 +162,7 @@ class MetadataBuffers:
             num_tokens: slots written; -1 past the tokens of the batch.
             plan: written too where given.
         """
-        write = self._write_with_torch if self.device.type == "cpu" or not _triton_found() else self._write_with_kernel
+        write = self._write_with_torch if self._fields.is_cpu or not _triton_found() else self._write_with_kernel
         write(block_table, seq_lens, query_lens, num_reqs=num_reqs, num_decodes=num_decodes, num_tokens=num_tokens, plan=plan)
         self.kept.written(num_reqs)
 
@@ -253,7 +254,7 @@ def advance(
     positions: torch.Tensor,
 ) -> None:
     """Every request with a new token gets one more key; its token t becomes `sampled[t]` at position `seq_lens`."""
-    if seq_lens.device.type != "cpu" and _triton_found():
+    if not seq_lens.is_cpu and _triton_found():
         from dualmla_kernels.metadata import advance as kernel
 
         kernel(seq_lens, query_lens, qo_indptr, sampled, tokens, positions)
@@ -282,7 +283,8 @@ class PlanBuffers:
                 from dualmla_kernels.decode import plan_shape
                 from dualmla_kernels.plan import allocate_plan
 
-                shape = plan_shape(self._cfg.num_heads, max_query_len, self._cfg.dtype, self._device)
+                float8 = self._cfg.cache_dtype.itemsize == 1
+                shape = plan_shape(self._cfg.num_heads, max_query_len, self._cfg.dtype, self._device, float8)
                 with torch.inference_mode(False):  # written again inside and outside of it
                     self._plans[max_query_len] = allocate_plan(self._max_num_reqs, shape, self._device)
             view = self._views[num_decodes, max_query_len] = self._plans[max_query_len].of(num_decodes)

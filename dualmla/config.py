@@ -90,6 +90,8 @@ class MLAConfig:
 
 def check_scale(name: str, scale: object) -> float:
     """A Python number that is finite and positive, and still is when a kernel takes it in fp32."""
+    if type(scale) is float and 1e-30 < scale < 1e30:
+        return scale
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise TypeError(f"{name} must be a float, got {type(scale).__name__}: {scale!r}")
     if not 0 < scale <= sys.float_info.max:

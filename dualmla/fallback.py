@@ -22,7 +22,8 @@ logger = logging.getLogger("dualmla")
 
 Call = DecodeCall | PrefillCall
 
-HOOKS = ("decode_refusals", "prefill_refusals", "doubts")
+SILENT = {hook: getattr(MLABackend, hook).__func__ for hook in ("decode_refusals", "prefill_refusals", "doubts")}
+"""What asks for refusals and doubts, and the answer of a backend that has none of its own."""
 
 _broken: dict[tuple[str, Call], str] = {}  # what each backend raised, by the shape of the call
 
@@ -109,7 +110,12 @@ def chained(backends: tuple[type[MLABackend], ...]) -> type[MLABackend]:
 
 def may_refuse(backend: type[MLABackend]) -> bool:
     """Whether it has an answer of its own to what asks for refusals and doubts."""
-    return any(getattr(backend, hook).__func__ is not getattr(MLABackend, hook).__func__ for hook in HOOKS)
+    return any(answers(backend, hook) for hook in SILENT)
+
+
+def answers(backend: type[MLABackend], hook: str) -> bool:
+    """Whether it has an answer of its own to one of them."""
+    return getattr(backend, hook).__func__ is not SILENT[hook]
 
 
 def _take(

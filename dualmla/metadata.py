@@ -113,6 +113,8 @@ class MLAMetadata(BatchCounts):
         _numbered[number] = self
         self.handle = torch.scalar_tensor(number, dtype=torch.int64, device="cpu")
         """This metadata for an operator of a compiled graph, int64 []: in a tensor, so that a new batch is no new graph."""
+        self.accepted: dict[object, int] = {}
+        """kv_lora_rank by arguments that were found right for a decode of this batch (`validation.look`): a step has many layers."""
 
     @staticmethod
     def of_handle(handle: torch.Tensor) -> MLAMetadata:
@@ -268,7 +270,7 @@ class MLAMetadataBuilder:
             )
         counts = None
         if isinstance(query_lens, torch.Tensor):
-            check_index_tensor("query_lens", query_lens, rank=1, device=None if query_lens.device.type == "cpu" else self.device)
+            check_index_tensor("query_lens", query_lens, rank=1, device=None if query_lens.is_cpu else self.device)
             _check_number("query_lens", query_lens.shape[0], num_reqs)
             if num_decodes is not None and not reads_allowed(query_lens):
                 counts = bound_batch(

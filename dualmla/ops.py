@@ -14,16 +14,20 @@ from dualmla.selection import backend_for_decode, backend_for_device, backend_fo
 from dualmla.validation import (
     cache_dtypes,
     check_cache,
+    check_contents,
     check_count,
     check_head_dim,
     check_index_tensor,
     check_k_scale,
     check_meta,
     check_packed,
+    check_packed_values,
     check_slots,
     check_spans,
     check_tensor,
     check_written,
+    look,
+    reads_allowed,
     scale_arguments,
     split_latent,
 )
@@ -32,6 +36,11 @@ BackendName = str | None
 
 MAX_KV_SPLITS = 1024
 """More splits than any device has programs for; bounds the scratch that a caller can ask for."""
+
+MOST_ACCEPTED = 1024
+"""Kinds of arguments that are remembered as accepted: more than come up, and a bound of the memory they take."""
+
+_accepted_prefills: set[object] = set()
 
 
 def mla_decode(
@@ -74,6 +83,34 @@ def mla_decode(
         rank = split_latent(q.shape[2], meta, out)
         arguments = (meta.handle, rank, softmax_scale, causal, return_lse, *scale_arguments(k_scale), num_kv_splits, out, backend)
         return _given(out, torch.ops.dualmla.mla_decode(q, kv_cache, *arguments))
+    looks = look(q), look(kv_cache), look(out)
+    if not isinstance(meta, MLAMetadata) or looks not in meta.accepted:
+        accepted = _check_decode(q, kv_cache, meta, out)
+        if len(meta.accepted) == MOST_ACCEPTED:
+            meta.accepted.clear()
+        meta.accepted[looks] = accepted
+    meta.check_current()
+    rank = meta.accepted[looks]
+    (tokens, heads, _), device = q.shape, q.device
+    check_contents(meta, tokens, kv_cache.shape[0])
+    scale = check_scale("softmax_scale", softmax_scale)
+    k_scale = check_k_scale(k_scale, device)
+    if num_kv_splits is not None and (type(num_kv_splits) is not int or not 1 <= num_kv_splits <= MAX_KV_SPLITS):
+        raise ValueError(f"num_kv_splits must be None or an int from 1 to {MAX_KV_SPLITS}, got {num_kv_splits!r}")
+    if out is None:
+        out = torch.empty(tokens, heads, rank, dtype=q.dtype, device=device)
+    lse = torch.empty(heads, tokens, dtype=torch.float32, device=device) if return_lse else None
+    chosen = backend_for_decode(
+        device,
+        backend,
+        lambda: DecodeCall.of(q, kv_cache, meta, kv_lora_rank=rank, causal=causal, return_lse=return_lse, num_kv_splits=num_kv_splits),
+    )
+    chosen.mla_decode(q, kv_cache, meta, scale, causal=causal, out=out, lse=lse, k_scale=k_scale, num_kv_splits=num_kv_splits)
+    return out if lse is None else (out, lse)
+
+
+def _check_decode(q: torch.Tensor, kv_cache: torch.Tensor, meta: MLAMetadata, out: torch.Tensor | None) -> int:
+    """What `look` tells of these arguments is right for a decode of `meta`; returns kv_lora_rank."""
     check_tensor("q", q, rank=3, dtypes=COMPUTE_DTYPES, device=None)
     tokens, heads, latent_dim = q.shape
     if heads < 1:
@@ -88,23 +125,10 @@ def mla_decode(
             "mla_decode wants meta.decode_metadata and the tokens of the decodes"
         )
     rank = split_latent(latent_dim, meta, out)
-    scale = check_scale("softmax_scale", softmax_scale)
-    k_scale = check_k_scale(k_scale, q.device)
-    if num_kv_splits is not None and (type(num_kv_splits) is not int or not 1 <= num_kv_splits <= MAX_KV_SPLITS):
-        raise ValueError(f"num_kv_splits must be None or an int from 1 to {MAX_KV_SPLITS}, got {num_kv_splits!r}")
-    if out is None:
-        out = torch.empty(tokens, heads, rank, dtype=q.dtype, device=q.device)
-    else:
+    if out is not None:
         check_tensor("out", out, rank=3, dtypes=(q.dtype,), device=q.device, shape=(tokens, heads, rank))
         check_written("out", out)
-    lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device) if return_lse else None
-    chosen = backend_for_decode(
-        q.device,
-        backend,
-        lambda: DecodeCall.of(q, kv_cache, meta, kv_lora_rank=rank, causal=causal, return_lse=return_lse, num_kv_splits=num_kv_splits),
-    )
-    chosen.mla_decode(q, kv_cache, meta, scale, causal=causal, out=out, lse=lse, k_scale=k_scale, num_kv_splits=num_kv_splits)
-    return out if lse is None else (out, lse)
+    return rank
 
 
 def mla_prefill(
@@ -147,6 +171,36 @@ def mla_prefill(
     if torch.compiler.is_compiling():
         arguments = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, return_lse, out, backend)
         return _given(out, torch.ops.dualmla.mla_prefill(q, k, v, *arguments))
+    looks = look(q), look(k), look(v), look(cu_seqlens_q), look(cu_seqlens_k), look(out)
+    if looks not in _accepted_prefills:
+        _check_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k, out)
+        if len(_accepted_prefills) == MOST_ACCEPTED:
+            _accepted_prefills.clear()
+        _accepted_prefills.add(looks)
+    max_seqlen_q, max_seqlen_k = check_count("max_seqlen_q", max_seqlen_q), check_count("max_seqlen_k", max_seqlen_k)
+    (tokens, heads, _), device = q.shape, q.device
+    if reads_allowed(cu_seqlens_q):
+        check_packed_values("cu_seqlens_q", cu_seqlens_q, tokens, max_seqlen_q)
+        check_packed_values("cu_seqlens_k", cu_seqlens_k, k.shape[0], max_seqlen_k)
+    scale = check_scale("softmax_scale", softmax_scale)
+    if out is None:
+        out = torch.empty(tokens, heads, v.shape[2], dtype=q.dtype, device=device)
+    lse = torch.empty(heads, tokens, dtype=torch.float32, device=device) if return_lse else None
+    backend_for_prefill(device, backend, lambda: PrefillCall.of(q, v)).mla_prefill(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, causal=causal, out=out, lse=lse
+    )
+    return out if lse is None else (out, lse)
+
+
+def _check_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    out: torch.Tensor | None,
+) -> None:
+    """What `look` tells of these arguments is right for a prefill."""
     check_tensor("q", q, rank=3, dtypes=COMPUTE_DTYPES, device=None)
     tokens, heads, head_dim = q.shape
     device, dtypes = q.device, (q.dtype,)
@@ -156,22 +210,13 @@ def mla_prefill(
     check_tensor("v", v, rank=3, dtypes=dtypes, device=device, shape=(k.shape[0], heads, None))
     check_head_dim("q", head_dim)
     check_head_dim("v", v.shape[2])
-    max_seqlen_q, max_seqlen_k = check_count("max_seqlen_q", max_seqlen_q), check_count("max_seqlen_k", max_seqlen_k)
-    check_packed("cu_seqlens_q", cu_seqlens_q, tokens, max_seqlen_q, device)
-    check_packed("cu_seqlens_k", cu_seqlens_k, k.shape[0], max_seqlen_k, device)
+    check_packed("cu_seqlens_q", cu_seqlens_q, device)
+    check_packed("cu_seqlens_k", cu_seqlens_k, device)
     if cu_seqlens_k.shape != cu_seqlens_q.shape:
         raise ValueError(f"cu_seqlens_k has {cu_seqlens_k.shape[0] - 1} requests, cu_seqlens_q has {cu_seqlens_q.shape[0] - 1}")
-    scale = check_scale("softmax_scale", softmax_scale)
-    if out is None:
-        out = torch.empty(tokens, heads, v.shape[2], dtype=q.dtype, device=device)
-    else:
+    if out is not None:
         check_tensor("out", out, rank=3, dtypes=dtypes, device=device, shape=(tokens, heads, v.shape[2]))
         check_written("out", out)
-    lse = torch.empty(heads, tokens, dtype=torch.float32, device=device) if return_lse else None
-    backend_for_prefill(device, backend, lambda: PrefillCall.of(q, v)).mla_prefill(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, causal=causal, out=out, lse=lse
-    )
-    return out if lse is None else (out, lse)
 
 
 def concat_and_cache_mla(
@@ -248,7 +293,9 @@ def gather_kv_cache(
     check_cache(kv_cache, cache_dtypes(out.dtype), device, out.shape[1])
     check_index_tensor("block_table", block_table, rank=2, device=device)
     check_index_tensor("seq_starts", seq_starts, rank=1, device=device)
-    check_packed("cu_seqlens", cu_seqlens, out.shape[0], None, device)
+    check_packed("cu_seqlens", cu_seqlens, device)
+    if reads_allowed(cu_seqlens):
+        check_packed_values("cu_seqlens", cu_seqlens, out.shape[0], None)
     check_spans(block_table, cu_seqlens, seq_starts, kv_cache)
     k_scale = check_k_scale(k_scale, device)
     backend_for_device(device, backend).gather_kv_cache(kv_cache, block_table, cu_seqlens, seq_starts, out, k_scale=k_scale)

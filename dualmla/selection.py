@@ -22,8 +22,8 @@ from dualmla.backends.base import BackendReport, BackendUnavailable, DecodeCall,
 from dualmla.backends.reference import ReferenceMLABackend
 from dualmla.backends.triton import TritonMLABackend
 from dualmla.config import MLAConfig
-from dualmla.fallback import chained, log_once, may_refuse
-from dualmla.validation import checked_device
+from dualmla.fallback import answers, chained, log_once
+from dualmla.validation import checked_device, variable
 
 logger = logging.getLogger("dualmla")
 
@@ -118,7 +118,7 @@ def backend_for_decode(device: torch.device, backend: str | None, call: Callable
         BackendUnavailable: the forced backend refuses, or none is usable on the device.
         ValueError: an unknown name, or `DUALMLA_SHADOW` is no share.
     """
-    return _watched(_willing(device, backend, lambda candidate: candidate.decode_refusals(call())), device)
+    return _watched(_willing(device, backend, "decode_refusals", call), device)
 
 
 def backend_for_prefill(device: torch.device, backend: str | None, call: Callable[[], PrefillCall]) -> type[MLABackend]:
@@ -127,7 +127,7 @@ def backend_for_prefill(device: torch.device, backend: str | None, call: Callabl
     Raises:
         BackendUnavailable, ValueError: as `backend_for_decode`.
     """
-    return _willing(device, backend, lambda candidate: candidate.prefill_refusals(call()))
+    return _willing(device, backend, "prefill_refusals", call)
 
 
 def backend_for_device(device: torch.device, backend: str | None) -> type[MLABackend]:
@@ -141,20 +141,21 @@ def backend_for_device(device: torch.device, backend: str | None) -> type[MLABac
 
 def _watched(chosen: type[MLABackend], device: torch.device) -> type[MLABackend]:
     """As `DUALMLA_SHADOW` says. Shadow mode stands above this module, on the judge and the repro files: imported when asked for."""
-    if not os.environ.get("DUALMLA_SHADOW"):
+    if not variable("DUALMLA_SHADOW"):
         return chosen
     watched: type[MLABackend] = importlib.import_module("dualmla.differential.environment").from_environment(chosen, device)
     return watched
 
 
-def _willing(device: torch.device, backend: str | None, refusals_of: Callable[[type[MLABackend]], list[str]]) -> type[MLABackend]:
+def _willing(device: torch.device, backend: str | None, hook: str, call: Callable[[], DecodeCall | PrefillCall]) -> type[MLABackend]:
     requested = _requested(backend)
     candidates = _runnable(device, requested)
     if requested == "auto":
         return chained(candidates)
-    if may_refuse(candidates[0]) and (reasons := refusals_of(candidates[0])):
+    forced = candidates[0]
+    if answers(forced, hook) and (reasons := getattr(forced, hook)(call())):
         raise BackendUnavailable(requested, reasons)
-    return candidates[0]
+    return forced
 
 
 def _runnable(device: torch.device, requested: str) -> tuple[type[MLABackend], ...]:
@@ -165,7 +166,7 @@ def _runnable(device: torch.device, requested: str) -> tuple[type[MLABackend], .
 def _requested(backend: str | None) -> str:
     """The argument, else the variable, else "auto"; in lower case and known."""
     _warn_of_unknown_variables()
-    source, value = ("backend", backend) if backend is not None else ("DUALMLA_BACKEND", os.environ.get("DUALMLA_BACKEND") or "auto")
+    source, value = ("backend", backend) if backend is not None else ("DUALMLA_BACKEND", variable("DUALMLA_BACKEND") or "auto")
     if not isinstance(value, str):
         raise TypeError(f"backend must be None or a str, got {value!r}")
     name = value.lower()
@@ -176,7 +177,7 @@ def _requested(backend: str | None) -> str:
 
 def _flags_off() -> tuple[str, ...]:
     """Those of vLLM's flags that are off, as `NAME=value`. As in vLLM, only 1 and true are on; unset counts as on."""
-    values = [(name, os.environ.get(name) or "1") for name in _AITER_FLAGS]
+    values = [(name, variable(name) or "1") for name in _AITER_FLAGS]
     return tuple([f"{name}={value}" for name, value in values if value != "1" and value.lower() != "true"])
 
 

@@ -6,6 +6,7 @@ Functions and impls call these once; everything behind them trusts its arguments
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import os
 from typing import TYPE_CHECKING
@@ -20,9 +21,21 @@ if TYPE_CHECKING:
 Shape = tuple[int | None, ...]
 
 
+def variable(name: str) -> str:
+    """The environment variable, "" where it is not set. `os.environ` raises and catches for that, a microsecond each; calls ask often."""
+    data = getattr(os.environ, "_data", None)
+    return "" if data is not None and _encoded(name) not in data else os.environ.get(name, "")
+
+
+@functools.cache
+def _encoded(name: str) -> object:
+    """A name as the data of `os.environ` have it."""
+    return os.environ.encodekey(name)
+
+
 def reads_allowed(tensor: torch.Tensor) -> bool:
     """Whether the values of `tensor` may be looked at: always on a CPU, on a GPU (a sync) under DUALMLA_DEBUG=1 alone."""
-    return tensor.device.type == "cpu" or os.environ.get("DUALMLA_DEBUG", "") not in ("", "0")
+    return tensor.is_cpu or variable("DUALMLA_DEBUG") not in ("", "0")
 
 
 def checked_device(device: torch.device | str) -> torch.device:
@@ -31,6 +44,13 @@ def checked_device(device: torch.device | str) -> torch.device:
     if str(device) == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def look(tensor: object) -> object:
+    """All that the checks here ask of a tensor but its values, so that what was accepted once need not be checked again."""
+    if not isinstance(tensor, torch.Tensor):
+        return type(tensor)
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.device, tensor.requires_grad
 
 
 def check_k_scale(k_scale: float | torch.Tensor | None, device: torch.device) -> float | torch.Tensor:
@@ -148,16 +168,15 @@ def check_slots(slot_mapping: torch.Tensor, num_tokens: int, kv_cache: torch.Ten
             raise ValueError(f"slot_mapping must be -1 or 0..{slots - 1}, got values from {least} to {most}")
 
 
-def check_packed(name: str, cu_seqlens: torch.Tensor, num_tokens: int, max_seqlen: int | None, device: torch.device) -> None:
-    """`cu_seqlens` is int32 [num_reqs + 1] from 0 on, never decreasing, inside `num_tokens` rows and `max_seqlen` a request.
-
-    The values are looked at where that costs no sync.
-    """
+def check_packed(name: str, cu_seqlens: torch.Tensor, device: torch.device) -> None:
+    """`cu_seqlens` is int32 [num_reqs + 1]; its values are `check_packed_values`'."""
     check_index_tensor(name, cu_seqlens, rank=1, device=device)
     if cu_seqlens.shape[0] < 1:
         raise ValueError(f"{name} must have num_reqs + 1 entries, got none")
-    if not reads_allowed(cu_seqlens):
-        return
+
+
+def check_packed_values(name: str, cu_seqlens: torch.Tensor, num_tokens: int, max_seqlen: int | None) -> None:
+    """`cu_seqlens` goes from 0 on, never decreases, and stays inside `num_tokens` rows and `max_seqlen` a request. Waits for a device."""
     bounds = cu_seqlens.tolist()
     lengths = [end - first for first, end in itertools.pairwise(bounds)]
     if bounds[0] != 0 or min(lengths, default=0) < 0:
@@ -237,7 +256,7 @@ def split_latent(latent_dim: int, meta: MLAMetadata, out: torch.Tensor | None) -
 
 
 def check_meta(meta: MLAMetadata, *, num_tokens: int, num_heads: int, dtype: torch.dtype, kv_cache: torch.Tensor) -> None:
-    """`meta` is current and was made for these tensors; page ids are looked at where that costs no sync."""
+    """`meta` is current and was made for these tensors."""
     meta.check_current()
     if meta.device != kv_cache.device:
         raise ValueError(f"the metadata is on {meta.device}, kv_cache on {kv_cache.device}")
@@ -254,12 +273,12 @@ def check_meta(meta: MLAMetadata, *, num_tokens: int, num_heads: int, dtype: tor
         ):
             if got != want:
                 raise ValueError(f"{name} is {got}, the metadata was built for a config of {name}={want}")
-    if reads_allowed(meta.block_table):
-        _check_contents(meta, num_tokens, kv_cache.shape[0])
 
 
-def _check_contents(meta: MLAMetadata, num_tokens: int, num_pages: int) -> None:
-    """The requests' tokens are q's, their lengths lie within the table, and live page ids within the cache."""
+def check_contents(meta: MLAMetadata, num_tokens: int, num_pages: int) -> None:
+    """The tokens of `meta` are q's, lengths lie within the table, live page ids within the cache; looked at where that costs no sync."""
+    if not reads_allowed(meta.block_table):
+        return
     first = meta.qo_indptr.tolist()
     if first[0] != 0 or any(after < before for before, after in itertools.pairwise(first)):
         raise ValueError(f"qo_indptr must begin at 0 and not decrease, got {first}")

@@ -153,6 +153,18 @@ def test_float8_holds_the_row_divided_by_k_scale(k_scale: float, dtype: torch.dt
         assert_bits_equal(out, back, "gathered rows")
 
 
+def test_nan_is_gathered_from_a_float8_cache(device: torch.device, backend: str) -> None:
+    """From the columns that are gathered first and from the others."""
+    for flavour in flavours(device):
+        nan = torch.tensor([0x7F, 0xFF] if flavour == E4M3FN else [0x80, 0x80], dtype=torch.uint8, device=device)
+        cache = torch.zeros(1, 1, RANK + ROPE, dtype=torch.uint8, device=device)
+        cache[0, 0, [3, RANK + ROPE - 1]] = nan
+        ints = [torch.tensor(x, dtype=torch.int32, device=device) for x in ([[0]], [0, 1], [0])]
+        out = torch.empty(1, RANK + ROPE, device=device)
+        dualmla.gather_kv_cache(cache.view(flavour), *ints, out, backend=backend)
+        assert out[0].isnan().nonzero().flatten().tolist() == [3, RANK + ROPE - 1]
+
+
 def test_the_wrong_flavour_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """gfx942 takes e4m3fnuz, gfx950 and CUDA e4m3fn; the same bits are other numbers in the other. A CPU takes both."""
     gpu = torch.device("cuda", 0)

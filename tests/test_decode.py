@@ -18,7 +18,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dualmla
-from dualmla.testing import QUICK_GRID, DecodeCase, DecodeInputs, Exact, compare, exact_decode, make_decode_inputs, run_decode
+from dualmla.testing import (
+    QUICK_GRID,
+    DecodeCase,
+    DecodeInputs,
+    Exact,
+    compare,
+    exact_attention,
+    exact_decode,
+    make_decode_inputs,
+    run_decode,
+)
+from dualmla_kernels import decode
+from dualmla_kernels.target import CHIPS, launches_on
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
@@ -274,3 +286,54 @@ def test_a_live_number_that_is_not_finite_is_seen(value: float, splits: int | No
     assert bool(lse[:, 0].isnan().all())
     assert torch.equal(out[1], good[1])
     assert torch.equal(lse[:, 1], good_lse[:, 1])
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("hidden", [range(128), range(70, 200), range(20, 199), range(200)], ids=str)
+@pytest.mark.parametrize("splits", [None, 1, 3])
+def test_keys_with_a_score_of_minus_infinity(
+    splits: int | None, hidden: range, dtype: torch.dtype, device: torch.device, backend: str
+) -> None:
+    """They weigh nothing, whole tiles of them too; rows that see nothing else are like those without keys."""
+    generator = torch.Generator().manual_seed(0)
+    q = (torch.rand(2, 3, 48, generator=generator) + 0.1).to(dtype)
+    rows = torch.randn(400, 48, generator=generator).to(dtype)
+    rows[list(hidden), 40] = -math.inf  # in the rope: their values are finite
+    table = torch.arange(26, dtype=torch.int32, device=device).view(2, 13)
+    cache = torch.zeros(26, 16, 48, dtype=dtype)
+    cache[:13].view(-1, 48)[:200], cache[13:].view(-1, 48)[:200] = rows[:200], rows[200:]
+    meta = dualmla.decode_metadata(table, [200, 200], page_size=16, device=device)
+    out, lse = dualmla.mla_decode(
+        q.to(device), cache.to(device), meta, 0.2, out=torch.empty(2, 3, 32, dtype=dtype, device=device), return_lse=True,
+        num_kv_splits=splits, backend=backend,
+    )  # fmt: skip
+    for request in range(2):
+        seen = [token for token in range(200) if request or token not in hidden]
+        keys = rows[200 * request :][seen][:, None]
+        exact = exact_attention(q[request : request + 1], keys, keys[..., :32], 0.2, causal=False, dtype=dtype)
+        comparison = compare(out[request : request + 1].cpu(), lse[:, request : request + 1].cpu(), exact, flashmla_gate=False)
+        assert comparison.agrees, comparison.failures
+
+
+def test_more_split_requests_than_a_grid_may_have() -> None:
+    """Every one is combined, by launches whose axes but the first are within CUDA's 65535."""
+    requests, meta = 70_000, torch.device("meta")
+    lengths = torch.empty(requests, dtype=torch.int32, device=meta)
+    with launches_on(CHIPS["sm_90"]) as launches:
+        decode.mla_decode(
+            torch.empty(requests, 2, 576, dtype=BF16, device=meta),
+            torch.empty(64, 64, 576, dtype=BF16, device=meta),
+            torch.empty(requests, 4, dtype=torch.int32, device=meta),
+            lengths,
+            torch.empty(requests + 1, dtype=torch.int32, device=meta),
+            1,
+            0.1,
+            causal=True,
+            out=torch.empty(requests, 2, 512, dtype=BF16, device=meta),
+            lse=None,
+            num_kv_splits=2,
+        )
+    combined = [launch for launch in launches if launch.kernel is decode._combine]
+    assert all(size <= 65535 for launch in launches for size in launch.grid[1:])
+    assert sum(launch.grid[1] for launch in combined) == requests
+    assert sum(len(launch.args[2]) for launch in combined) == requests

@@ -5,8 +5,10 @@ A driver of no GPU stands in for a real one: kernels are compiled, what would be
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,11 +22,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dualmla_kernels import boxes, ready
+from dualmla_kernels import boxes, decode, prefill, ready
 from dualmla_kernels import launch as launching
 from dualmla_kernels.boxes import Box
-from dualmla_kernels.launch import Prepared, launch
+from dualmla_kernels.launch import Prepared, launch, layout_of
+from dualmla_kernels.plan import SplitPlan
 from dualmla_kernels.ready import sort
+from dualmla_kernels.target import CHIPS
 
 GFX942, SM_90 = GPUTarget("hip", "gfx942", 64), GPUTarget("cuda", 90, 32)
 DEVICE = torch.device("cuda", 0)
@@ -76,7 +80,7 @@ class Recorder:
     fill_tma_descriptor_tiled = fill_tma_descriptor  # its name in later versions
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 65536}
+        return {"max_shared_mem": 227 << 10}
 
     def load_binary(self, *args: Any) -> tuple[Any, ...]:
         return object(), object(), 0, 0, 1024
@@ -323,6 +327,27 @@ def test_a_prepared_launch_is_the_same_launch(recorder: Recorder) -> None:
     expected(4, x, x, 0.5, 6, 47)
 
 
+def test_what_can_be_settled(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kinds that were launched before, of aligned tensors; not on AMD, where the size of their memory counts."""
+    x = torch.zeros(2, 64)
+    prepared = Prepared(scale_rows, (3,), DEVICE, (2, 64), SIZE=64, num_warps=4)
+    assert prepared.settled(x, x, 0.5) is None
+    y = torch.zeros(2, 65)[:, 1:]
+    for inputs in ((x, x, 0.5), (x, y, 0.5), (x, None, 0.5)):
+        prepared(*inputs)
+    assert prepared.settled(x, y, 0.5) is None
+    assert prepared.settled(x, None, 0.5) is not None
+    settled = prepared.settled(x, x, 0.5)
+    assert settled is not None
+    prepared(x, x, 0.5)
+    settled(recorder.get_current_stream(0), x.data_ptr(), x.data_ptr(), 0.5)
+    assert recorder.launches[-1] == recorder.launches[-2]
+    assert Prepared(scale_rows, (3,), torch.device("meta"), (2, 64), SIZE=64).settled(x, x, 0.5) is None
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    prepared(x, x, 0.5)
+    assert prepared.settled(x, x, 0.5) is None
+
+
 def test_boxes_are_encoded_once_an_address(recorder: Recorder) -> None:
     """What a launch passes in place of a descriptor: the box of this tensor, its shape, its strides."""
     recorder.target = SM_90
@@ -383,3 +408,119 @@ def test_what_is_remembered_is_bounded(recorder: Recorder, monkeypatch: pytest.M
         call(x, x, 0.5, 2, 64, ADD=add)
         assert len(launching._ready) <= 2
     assert recorder.plain == 8
+
+
+def hopper_decode(rank: int, rope: int, heads: int, *, with_lse: bool = True) -> tuple[Callable[[], Any], dict[str, Any]]:
+    """What makes the launches of a decode anew, and tensors for them; two requests in a plan that is not looked at."""
+    plan = SplitPlan(*(torch.zeros(n, 4, dtype=torch.int32) for n in (4, 8, 2)), slots=4, tile=64)
+    tensors: dict[str, Any] = {
+        "q": torch.zeros(2, heads, rank + rope, dtype=torch.bfloat16),
+        "kv_cache": torch.zeros(3, 64, rank + rope, dtype=torch.bfloat16),
+        "block_table": torch.zeros(2, 4, dtype=torch.int32),
+        "seq_lens": torch.zeros(4, dtype=torch.int32)[:2],
+        "qo_indptr": torch.zeros(3, dtype=torch.int32),
+        "plan": plan,
+        "out": torch.zeros(2, heads, rank, dtype=torch.bfloat16),
+        "lse": torch.zeros(heads, 2) if with_lse else None,
+        "softmax_scale": 0.1,
+        "k_scale": 1.0,
+    }
+    layouts = [layout_of(tensors[name]) for name in ("q", "kv_cache", "out")]
+    strides = (2, 1) if with_lse else None
+    key = (DEVICE, CHIPS["sm_90"], *layouts, strides, 4, 2, 1, plan.counts, True, False, True)
+    return lambda: decode._launches.__wrapped__(*key), tensors
+
+
+def hopper_prefill(*, with_lse: bool = True) -> tuple[Callable[[], Any], dict[str, Any]]:
+    """As `hopper_decode`."""
+    tensors: dict[str, Any] = {
+        **{name: torch.zeros(100, 2, dim, dtype=torch.bfloat16) for name, dim in (("q", 192), ("k", 192), ("v", 128))},
+        "cu_seqlens_q": torch.zeros(3, dtype=torch.int32),
+        "cu_seqlens_k": torch.zeros(3, dtype=torch.int32),
+        "out": torch.zeros(100, 2, 128, dtype=torch.bfloat16),
+        "lse": torch.zeros(2, 100) if with_lse else None,
+        "softmax_scale": 0.1,
+    }
+    layouts = [layout_of(tensors[name]) for name in ("q", "k", "v", "out")]
+    key = (DEVICE, CHIPS["sm_90"], *layouts, (100, 1) if with_lse else None, 2, 100, True, True)
+    return lambda: prefill._prepare.__wrapped__(*key), tensors
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(hopper_decode, 32, 16, 2),
+        partial(hopper_decode, 32, 16, 2, with_lse=False),
+        partial(hopper_decode, 512, 64, 64),
+        hopper_prefill,
+    ],
+    ids=["decode", "decode without LSE", "decode by pairs", "prefill"],
+)
+def test_settled_launches_are_the_same_launches(recorder: Recorder, monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
+    """For other tensors of the same kind nothing is sorted or encoded anew; for others, and whoever listens, it is not settled."""
+    recorder.target = SM_90
+    monkeypatch.setattr(decode, "target_of", lambda _: CHIPS["sm_90"])
+    anew, tensors = make()
+    scratch = torch.zeros(1 << 20)
+    monkeypatch.setattr(torch, "empty", lambda *shape, dtype, device: scratch.view(dtype))
+    settled, general = anew(), anew()
+
+    def launched(launches: Any, **given: Any) -> list[tuple[Any, ...]]:
+        recorder.launches.clear()
+        launches(**tensors | given)
+        return recorder.launches[:]
+
+    launched(settled)
+    assert settled._settled is not None
+    others = {name: x.clone() for name, x in tensors.items() if isinstance(x, torch.Tensor)}
+    launched(settled, **others)
+    launched(settled)
+    sorts: list[Any] = []
+    sort_again = ready.sort
+
+    def counted(args: tuple[Any, ...]) -> Any:
+        sorts.append(args)
+        return sort_again(args)
+
+    monkeypatch.setattr(ready, "sort", counted)
+    for given in ({}, {"softmax_scale": 0.25}, others):
+        general._settled = None
+        want = launched(general, **given)
+        assert sorts
+        encoded = len(recorder.encoded)
+        sorts.clear()
+        assert launched(settled, **given) == want
+        assert sorts == []
+        assert len(recorder.encoded) == encoded
+    for number, kernel in enumerate([one._kernel for one in settled._settled]):
+        recorder.plain = 0
+        kernel.add_pre_run_hook(hear)
+        launched(settled)
+        kernel.pre_run_hooks.clear()
+        assert recorder.plain == 1, f"launch {number} is left to Triton, the other one is not"
+
+    taken: list[Any] = []  # from here on by the way that asks, which is not gone: its kernels would have to be compiled
+    monkeypatch.setattr(Prepared, "__call__", lambda prepared, *_: taken.append(prepared.kernel))
+    launched(settled)
+    assert taken == []
+    for name, x in tensors.items():
+        if isinstance(x, torch.Tensor) and name not in ("q", "k", "v", "kv_cache"):  # those must be aligned, or it is another kernel's
+            launched(settled, **{name: torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)})
+            assert len(taken) == 2, name
+            taken.clear()
+    monkeypatch.setattr(torch, "empty", lambda *shape, dtype, device: scratch[1:].view(dtype))
+    launched(settled)
+    assert len(taken) == 2
+    taken.clear()
+    monkeypatch.setattr(torch, "empty", lambda *shape, dtype, device: scratch.view(dtype))
+    if "plan" in tensors:
+        for name in ("pieces_of_part", "pieces", "splits"):
+            launched(settled, plan=replace(tensors["plan"], **{name: torch.zeros(33, dtype=torch.int32)[1:].view(-1, 4)}))
+            assert len(taken) == 2, name
+            taken.clear()
+        launched(settled, k_scale=torch.ones(1))
+        assert len(taken) == 2
+        taken.clear()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    launched(settled)
+    assert len(taken) == 2, "through what makes the device current"

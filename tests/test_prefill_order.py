@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from dualmla_kernels.prefill_order import BM, LEVEL, prepare_order
+from dualmla_kernels.prefill_order import BM, LEVEL, prepare_order, rows_of_order
 
 LENGTHS = st.one_of(st.sampled_from([0, 1, BM - 1, BM, BM + 1, LEVEL, LEVEL + 1]), st.integers(0, 3000))
 REQUESTS = st.lists(st.tuples(LENGTHS, LENGTHS), min_size=1, max_size=8)
@@ -44,8 +44,8 @@ def test_blocks_go_longest_first_in_levels(requests: list[tuple[int, int]], caus
     live = ends[0][-1]
     out = torch.full((live + padding, 2, 16), math.nan, device=device)
     lse = torch.full((2, live + padding), math.nan, device=device)
-    ordered = prepare_order(device, out, lse.stride(), len(requests), 7, causal=causal)
-    order = ordered(cu_seqlens_q, cu_seqlens_k, out, lse)
+    order = torch.empty(rows_of_order(len(out), len(requests)), 8, dtype=torch.int32, device=device)
+    prepare_order(device, out, lse.stride(), len(requests), 7, causal=causal)(cu_seqlens_q, cu_seqlens_k, order, out, lse)
     expected = sorted_blocks(requests, causal=causal)
     assert order[0, :2].tolist() == [7, len(expected)]
     assert order[1 : 1 + len(expected), :5].tolist() == expected

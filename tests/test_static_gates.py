@@ -1,4 +1,4 @@
-"""What our kernels become on gfx942, gfx950 and Hopper: compiled without a GPU, in a process where nothing is interpreted.
+"""What our kernels become on gfx90a, gfx942, gfx950 and Hopper: compiled without a GPU, in a process where nothing is interpreted.
 
 The cases that stand for the others; `python bench/compiled.py` does all of them.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import fnmatch
 import json
 import subprocess
 import sys
@@ -23,7 +24,7 @@ import triton
 import dualmla_kernels
 from bench.compiled import columns
 from dualmla_kernels.compiled import Facts, faults
-from dualmla_kernels.registry import known_fault, registered
+from dualmla_kernels.registry import KNOWN_FAULTS, known_fault, registered
 from dualmla_kernels.target import CHIPS
 
 SOURCES = Path(dualmla_kernels.__file__).parent
@@ -62,46 +63,56 @@ def compile_registered() -> Callable[..., Reports]:
     return compile_
 
 
-@pytest.mark.xdist_group("gates on AMD")
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+ON_EACH_CHIP = pytest.mark.parametrize("arch", [pytest.param(arch, marks=pytest.mark.xdist_group(f"gates of {arch}")) for arch in CHIPS])
+"""In one process for each chip, so that Triton finds what it compiled for the test before."""
+
+
+@ON_EACH_CHIP
 def test_gates(arch: str, compile_registered: Callable[..., Reports]) -> None:
     """No spills, LDS within the chip, products on the matrix units, wide loads."""
+    reports = compile_registered(arch)
     broken = [
         (report["kernel"], report["case"], report["faults"])
-        for report in compile_registered(arch)
+        for report in reports
         if report["faults"] and known_fault(arch, report["kernel"], report["case"]) is None
     ]
     assert not broken
+    assert any(sum(report["facts"]["matrix"].values()) for report in reports)
 
 
-@pytest.mark.xdist_group("gates on AMD")  # after the gates, so that Triton finds what it compiled for them
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+@ON_EACH_CHIP
 def test_the_table_of_the_docs_is_of_this_code(arch: str, compile_registered: Callable[..., Reports]) -> None:
     """Each launch that CI compiles has its row, or that of another case with the same machine code, under this version of Triton."""
-    title = f"## {arch}, Triton {triton.__version__}\n"
-    page = (Path(__file__).parents[1] / "docs/compiled.md").read_text()
-    if title not in page:
-        pytest.skip(f"docs/compiled.md has no table of {title[3:].strip()}: write it with bench/compiled.py")
-    rows = {tuple(line.strip("| ").split(" | ")) for line in page.partition(title)[2].partition("\n## ")[0].splitlines()}
+    rows = {(row[0], row[2:]) for row in table_of(arch, triton.__version__)}
+    if not rows:
+        pytest.skip(f"docs/compiled.md has no table of {arch}, Triton {triton.__version__}: write it with bench/compiled.py")
     for report in compile_registered(arch):
         facts = report["facts"] | {"loads": {int(size): count for size, count in report["facts"]["loads"].items()}}
         known = known_fault(arch, report["kernel"], report["case"]) if report["faults"] else None
         wanted = (report["kernel"], columns(Facts(**facts), known))
-        assert wanted in {(row[0], row[2:]) for row in rows}, f"{report['case']}: bench/compiled.py --write docs/compiled.md"
+        assert wanted in rows, f"{report['case']}: bench/compiled.py --write docs/compiled.md"
 
 
-def test_gates_on_hopper(compile_registered: Callable[..., Reports]) -> None:
-    """16 heads; what 64 rows of plain Triton become is known."""
-    (report,) = compile_registered("sm_90", "decode", "decode, 16 heads")
-    assert not report["faults"]
-    assert report["facts"]["matrix"]["mma.sync"]
+def table_of(arch: str, version: str) -> list[tuple[str, ...]]:
+    """Rows of docs/compiled.md for a chip and a version of Triton."""
+    page = (Path(__file__).parents[1] / "docs/compiled.md").read_text()
+    section = page.partition(f"## {arch}, Triton {version}\n")[2].partition("\n## ")[0]
+    return [tuple(line.strip("| ").split(" | ")) for line in section.splitlines() if line.startswith("| ")][1:]
 
 
-def test_gates_of_the_prefill_on_hopper(compile_registered: Callable[..., Reports]) -> None:
-    """In Gluon: products by wgmma, nothing spilled."""
-    (report,) = compile_registered("sm_90", "prefill_hopper", "prefill, 16 heads")
-    assert not report["faults"]
-    assert report["facts"]["matrix"]["wgmma"]
+@pytest.mark.parametrize("arch", CHIPS)
+def test_the_docs_have_each_chip_and_no_spill_that_is_not_known(arch: str) -> None:
+    """With Triton 3.6 and the newest, every row: a reason stands behind each number that is not 0."""
+    for version in ("3.6.0", "3.9.0"):
+        rows = table_of(arch, version)
+        assert {"decode", "combine", "build", "concat_and_cache", "merge"} <= {row[0] for row in rows}
+        assert not [row for row in rows if row[3] != "0 / 0 B" and known_fault(arch, row[0], row[1]) is None]
+
+
+def test_every_known_fault_is_still_one() -> None:
+    spilled = [(arch, row) for arch in CHIPS for version in ("3.6.0", "3.9.0") for row in table_of(arch, version) if row[3] != "0 / 0 B"]
+    for (arch, kernel, case), why in KNOWN_FAULTS.items():
+        assert [row for chip, row in spilled if (chip, row[0]) == (arch, kernel) and fnmatch.fnmatch(row[1], case)], (arch, kernel, case, why)
 
 
 def test_pairs_of_tiles_on_hopper(compile_registered: Callable[..., Reports]) -> None:
@@ -109,8 +120,8 @@ def test_pairs_of_tiles_on_hopper(compile_registered: Callable[..., Reports]) ->
     (report,) = compile_registered("sm_90", "decode_pairs", "decode, 128 heads")
     facts = report["facts"]
     assert not [fault for fault in report["faults"] if "registers are spilled" not in fault]
-    assert facts["matrix"]["wgmma"] == 2 * (32 + 4 + 8), "one warpgroup's products of a pair: latent scores, rope scores, values"
-    assert facts["scratch_bytes"] < 384
+    assert facts["matrix"]["wgmma"] == 2 * (32 + 4 + 16), "one warpgroup's products of a pair: latent scores, rope scores, values"
+    assert facts["scratch_bytes"] < 64
 
 
 def test_a_bad_configuration_breaks_a_gate(compile_registered: Callable[..., Reports]) -> None:
@@ -159,6 +170,7 @@ def test_every_kernel_is_registered() -> None:
         and isinstance(call.func, ast.Name)
         and call.func.id in ("launch", "Prepared")
         and isinstance(call.args[0], ast.Name)
+        and call.args[0].id.startswith("_")  # a launch that was worked out before takes tensors alone
     }
     assert len(launched) > 8, "the launches are no longer found"
     assert launched == {item.kernel for target in CHIPS.values() for item in registered(target, quick=True)} & launched

@@ -22,7 +22,8 @@ class KernelMLABackend(MLABackend):
         """As `MLABackend.concat_and_cache_mla`."""
         from dualmla_kernels.kv_cache import concat_and_cache_mla
 
-        say_interpreted(kv_c.device.type)
+        if kv_c.is_cpu:
+            say_interpreted()
         concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, k_scale=k_scale)
 
     @classmethod
@@ -39,7 +40,8 @@ class KernelMLABackend(MLABackend):
         """As `MLABackend.gather_kv_cache`."""
         from dualmla_kernels.kv_cache import gather_kv_cache
 
-        say_interpreted(kv_cache.device.type)
+        if kv_cache.is_cpu:
+            say_interpreted()
         gather_kv_cache(kv_cache, block_table, cu_seqlens, seq_starts, out, k_scale=k_scale)
 
     @classmethod
@@ -56,12 +58,12 @@ class KernelMLABackend(MLABackend):
         """As `MLABackend.merge_attn_states`."""
         from dualmla_kernels.merge_states import merge_attn_states
 
-        say_interpreted(out.device.type)
+        if out.is_cpu:
+            say_interpreted()
         merge_attn_states(out_a, lse_a, out_b, lse_b, out=out, lse=lse)
 
 
 @functools.cache
-def say_interpreted(device_type: str) -> None:
+def say_interpreted() -> None:
     """Once, that kernels on a CPU are slow."""
-    if device_type == "cpu":
-        logger.warning("the triton backend runs in Triton's interpreter on a CPU: right, but thousands of times slower than on a GPU")
+    logger.warning("the triton backend runs in Triton's interpreter on a CPU: right, but thousands of times slower than on a GPU")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
+from collections.abc import Callable
 
 import torch
 
@@ -56,10 +58,9 @@ class TritonMLABackend(KernelMLABackend):
         num_kv_splits: int | None,
     ) -> None:
         """As `MLABackend.mla_decode`."""
-        from dualmla_kernels.decode import mla_decode
-
-        say_interpreted(q.device.type)
-        mla_decode(
+        if q.is_cpu:
+            say_interpreted()
+        _kernel("decode", "mla_decode")(
             q,
             kv_cache,
             meta.block_table,
@@ -80,7 +81,8 @@ class TritonMLABackend(KernelMLABackend):
         """The most that a decode takes beside its arguments, whatever its lengths."""
         from dualmla_kernels.decode import scratch_bytes
 
-        return scratch_bytes(cfg.num_heads, max_query_len, num_reqs, cfg.kv_lora_rank, cfg.dtype, device)
+        float8 = cfg.cache_dtype.itemsize == 1
+        return scratch_bytes(cfg.num_heads, max_query_len, num_reqs, cfg.kv_lora_rank, cfg.dtype, device, float8)
 
     @classmethod
     def mla_prefill(
@@ -99,16 +101,22 @@ class TritonMLABackend(KernelMLABackend):
         lse: torch.Tensor | None,
     ) -> None:
         """As `MLABackend.mla_prefill`; the kernel needs no bound of the key lengths."""
-        from dualmla_kernels.prefill import mla_prefill
-
-        say_interpreted(q.device.type)
-        mla_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal=causal, out=out, lse=lse)
+        if q.is_cpu:
+            say_interpreted()
+        _kernel("prefill", "mla_prefill")(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal=causal, out=out, lse=lse)
 
 
 class TritonMLAImpl(MLAImpl):
     """The shared forward over the Triton kernels."""
 
     ops = TritonMLABackend
+
+
+@functools.cache
+def _kernel(module: str, name: str) -> Callable[..., None]:
+    """A function of the kernels' package, imported when first used: an import statement costs a call a microsecond each time."""
+    function: Callable[..., None] = getattr(importlib.import_module(f"dualmla_kernels.{module}"), name)
+    return function
 
 
 @functools.cache

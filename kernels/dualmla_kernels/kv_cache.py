@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from dualmla_kernels.launch import cdiv, launch, next_power_of_2
-from dualmla_kernels.numerics import cast, float8_bits
+from dualmla_kernels.numerics import cast, float8_bits, widen
 
 # How the cache's numbers are written: as they are, or as one of the float8 flavours
 PLAIN, E4M3FN, E4M3FNUZ = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -81,11 +81,12 @@ def _gather(
     o0, o1 = tl.arange(0, W0), tl.arange(0, W1_PADDED)
     source = kv_ptr + page * page_stride + (position % PAGE).to(tl.int64) * slot_stride
     target = out_ptr + row.to(tl.int64) * out_stride
-    x0 = tl.load(source[:, None] + o0[None, :], mask=(live & exists)[:, None], other=0.0).to(tl.float32) * k_scale
+    x0 = widen(tl.load(source[:, None] + o0[None, :], mask=(live & exists)[:, None], other=0.0), tl.float32, EXACT) * k_scale
     tl.store(target[:, None] + o0[None, :], cast(x0, out_ptr.dtype.element_ty, EXACT), mask=exists[:, None])
     if W1 > 0:
         in_row = (o1 < W1)[None, :]
-        x1 = tl.load(source[:, None] + (W0 + o1)[None, :], mask=(live & exists)[:, None] & in_row, other=0.0).to(tl.float32) * k_scale
+        x1 = tl.load(source[:, None] + (W0 + o1)[None, :], mask=(live & exists)[:, None] & in_row, other=0.0)
+        x1 = widen(x1, tl.float32, EXACT) * k_scale
         tl.store(target[:, None] + (W0 + o1)[None, :], cast(x1, out_ptr.dtype.element_ty, EXACT), mask=exists[:, None] & in_row)
 
 
@@ -106,7 +107,7 @@ def concat_and_cache_mla(
         k_scale if on_device else None, 1.0 if on_device else k_scale,
         kv_c.stride(0), k_pe.stride(0), kv_cache.stride(0), kv_cache.stride(1),
         D=rank, R=rope, R_PADDED=next_power_of_2(rope), PAGE=kv_cache.shape[1], FORMAT=format_.value,
-        EXACT=kv_c.device.type == "cpu", num_warps=4,
+        EXACT=kv_c.is_cpu, num_warps=4,
     )  # fmt: skip
 
 
@@ -129,11 +130,11 @@ def gather_kv_cache(
         return
     first = 1 << (width.bit_length() - 1)
     on_device = isinstance(k_scale, torch.Tensor)
-    block_rows = 64 if out.device.type == "cpu" else 4
+    block_rows = 64 if out.is_cpu else 4
     launch(
         _gather, (cdiv(num_rows, block_rows),), out.device,
         kv_cache, block_table, cu_seqlens, seq_starts, out, k_scale if on_device else None, 1.0 if on_device else k_scale,
         num_reqs, num_rows, block_table.stride(0), kv_cache.stride(0), kv_cache.stride(1), out.stride(0),
         W0=first, W1=width - first, W1_PADDED=next_power_of_2(max(width - first, 1)), PAGE=kv_cache.shape[1],
-        STEPS=(num_reqs - 1).bit_length(), BR=block_rows, EXACT=out.device.type == "cpu", num_warps=4,
+        STEPS=(num_reqs - 1).bit_length(), BR=block_rows, EXACT=out.is_cpu, num_warps=4,
     )  # fmt: skip

@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 import triton.language as tl
+from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from dualmla_kernels.boxes import Box, described
-from dualmla_kernels.ready import NOTHING, Decided, Ready
+from dualmla_kernels.ready import NOTHING, Decided, Ready, Settled
 from dualmla_kernels.target import TRITON_VERSION, Launch, note
 
 HAS_GLUON = TRITON_VERSION >= (3, 6)
@@ -46,10 +47,11 @@ _ready: dict[tuple[Any, ...], Ready] = {}
 
 def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **kwargs: Any) -> None:
     """Run `kernel[grid](*args, **kwargs)` with `device` current. The interpreter ignores launch options."""
-    if device.type == "cpu":
+    kind = device.type  # made a string of each time
+    if kind == "cpu":
         with _interpreter_lock, _interpreting():
             _interpreted(kernel)[grid](*args, **kwargs)
-    elif device.type == "meta":
+    elif kind == "meta":
         note(Launch(kernel, grid, args, kwargs))
     else:
         _launch_on(device, _ready_for(kernel, device, kwargs), grid, args)
@@ -85,6 +87,15 @@ class Prepared:
             launch(self.kernel, self._grid, self._device, *given, **self._constants)
         else:
             _launch_on(self._device, self._ready, self._grid, inputs, self._decided)
+
+    def settled(self, *inputs: Any) -> Settled | None:
+        """What launches it for inputs of the same kinds, after it was launched for these; None where it can't be known."""
+        return self._ready.settled(self._grid, inputs, self._decided) if self._ready else None
+
+
+def stream_of(device: torch.device) -> int | None:
+    """The current stream of the device, None where another device is the current one."""
+    return driver.active.get_current_stream(device.index) if device.index == torch.cuda.current_device() else None
 
 
 def _ready_for(kernel: Any, device: torch.device, constants: dict[str, Any]) -> Ready:

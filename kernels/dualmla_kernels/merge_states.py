@@ -76,7 +76,7 @@ def merge_attn_states(
     rows = tokens * heads
     if rows == 0:
         return
-    on_cpu = out.device.type == "cpu"
+    on_cpu = out.is_cpu
     block_rows = 256 if on_cpu else 16
     launch(
         _merge, (cdiv(rows, block_rows),), out.device,

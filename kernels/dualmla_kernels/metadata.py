@@ -18,11 +18,13 @@ slots int64 [num_tokens]. A page has PAGE tokens.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
-from dualmla_kernels.launch import cdiv, launch, next_power_of_2
+from dualmla_kernels.launch import Prepared, cdiv, launch, next_power_of_2
 from dualmla_kernels.plan import SplitPlan, plan_blocks
 from dualmla_kernels.plan_kernel import BLOCK, plan_block
 
@@ -200,19 +202,38 @@ def build(
         prefill_indices: where the page ids of the other requests are packed once more.
         own_table: where the live part of the table is copied, and `pages_ahead` entries more of each row.
     """
-    live, max_pages = block_table.shape
     uniform = isinstance(query_lens, int)
-    parts, tile = (0, 1) if plan is None else (plan.parts, plan.tile)
+    prepared = _prepare(
+        fields.device, block_table.shape, block_table.stride(0), query_lens if uniform else 0, num_reqs, num_decodes, num_tokens, page_size,
+        fields.stride(0), 0 if own_table is None else own_table.stride(0), pages_ahead, (0, 0, 0, 1) if plan is None else plan.counts,
+    )  # fmt: skip
     planned = (None, None, None) if plan is None else (plan.pieces_of_part, plan.pieces, plan.splits)
-    plan_programs = 0 if plan is None else plan_blocks(num_decodes, parts)
-    token_programs = cdiv(num_tokens, TOKEN_BLOCK)
-    page_blocks = cdiv(max_pages, PAGE_BLOCK)
-    launch(
-        _build, (1 + plan_programs + token_programs + live * page_blocks,), fields.device,
-        block_table, seq_lens, None if uniform else query_lens, fields, indices, prefill_indices, slots, own_table,
-        *planned,
-        query_lens if uniform else 0, live, num_reqs, num_decodes, num_tokens, max_pages, block_table.stride(0),
-        0 if own_table is None else own_table.stride(0), fields.stride(0), parts, plan_programs, token_programs, page_blocks,
+    prepared(block_table, seq_lens, None if uniform else query_lens, fields, indices, prefill_indices, slots, own_table, *planned)
+
+
+@functools.lru_cache(maxsize=1024)
+def _prepare(
+    device: torch.device,
+    table_shape: torch.Size,
+    table_stride: int,
+    query_len: int,
+    num_reqs: int,
+    num_decodes: int,
+    num_tokens: int,
+    page_size: int,
+    fields_stride: int,
+    own_stride: int,
+    pages_ahead: int,
+    plan_counts: tuple[int, int, int, int],
+) -> Prepared:
+    """The launch for a batch of these numbers, which takes the kernel's pointers; `plan_counts`: `SplitPlan.counts`, or no parts."""
+    (live, max_pages), (parts, _, _, tile) = table_shape, plan_counts
+    plan_programs = plan_blocks(num_decodes, parts) if parts else 0
+    token_programs, page_blocks = cdiv(num_tokens, TOKEN_BLOCK), cdiv(max_pages, PAGE_BLOCK)
+    return Prepared(
+        _build, (1 + plan_programs + token_programs + live * page_blocks,), device,
+        (query_len, live, num_reqs, num_decodes, num_tokens, max_pages, table_stride, own_stride, fields_stride, parts,
+         plan_programs, token_programs, page_blocks),
         PAGE=page_size, TILE=tile, PARTS=next_power_of_2(parts),
         BLOCK=BLOCK, TOKENS=TOKEN_BLOCK, COLUMNS=PAGE_BLOCK, AHEAD=pages_ahead, num_warps=4,
     )  # fmt: skip

@@ -35,6 +35,16 @@ def cast(x, dtype: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
+def widen(x, dtype: tl.constexpr, EXACT: tl.constexpr):
+    """Numbers of a cache in `dtype`; to the interpreter, NaN in float8 is one of them."""
+    if EXACT and x.dtype.primitive_bitwidth == 8:
+        bits = x.to(tl.uint8, bitcast=True)
+        nan = bits == 0x80 if x.dtype == tl.float8e4b8 else (bits & 0x7F) == 0x7F
+        return tl.where(nan, float("nan"), x.to(dtype))
+    return x.to(dtype)
+
+
+@triton.jit
 def float8_bits(x, FNUZ: tl.constexpr):
     """fp32 `x` as the uint8 bits of float8 e4m3 (e4m3fnuz where `FNUZ`): to nearest even, saturated, NaN kept.
 

@@ -95,7 +95,7 @@ def balanced_plan(seq_lens: torch.Tensor, shape: PlanShape, out: SplitPlan | Non
     num_reqs = seq_lens.shape[0]
     if out is None:
         out = allocate_plan(num_reqs, shape, seq_lens.device)
-    if seq_lens.device.type == "cpu":
+    if seq_lens.is_cpu:
         for buffer, values in zip((out.pieces_of_part, out.pieces, out.splits), _closed_form(seq_lens, shape), strict=True):
             buffer.copy_(values)
     else:

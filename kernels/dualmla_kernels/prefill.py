@@ -198,7 +198,9 @@ def prefill_config(max_seqlen_q: int, head_dims: int, dtype: torch.dtype, target
         half = 2 if dtype == torch.float32 else 1
         return PrefillConfig(block_m=64 // half, block_n=32 // half, stages=1, warps=4, group=8)
     if dtype == torch.float32:
-        return PrefillConfig(block_m=64, block_n=32, stages=1 if platform == "hip" else 2, warps=4, group=8)
+        if platform == "cuda":  # without tensor cores, a lane holds whole rows: larger tiles are spilled, by 9 KB a lane at 64 x 32
+            return PrefillConfig(block_m=16, block_n=32, stages=1, warps=8, group=8)
+        return PrefillConfig(block_m=64, block_n=32, stages=1, warps=4, group=8)
     if platform == "hip":
         # as compiled for gfx942: 238 registers and none spilled; 64 keys spill, with four warps or eight
         return PrefillConfig(block_m=64 if short else 128, block_n=32, stages=1, warps=4, group=8)
@@ -245,10 +247,9 @@ def _prepare(
     of_k: Layout,
     of_v: Layout,
     of_out: Layout,
-    lse_strides: tuple[int, ...],
+    lse_strides: tuple[int, ...] | None,
     num_reqs: int,
     max_seqlen_q: int,
-    *,
     causal: bool,
     aligned: bool,
 ) -> Callable[..., None]:
@@ -260,16 +261,16 @@ def _prepare(
     q, k, v, out = (without_memory(layout) for layout in (of_q, of_k, of_v, of_out))
     num_tokens, heads, v_dim = out.shape
     if max_seqlen_q > SHORT and aligned and runs_on_hopper(target, q, k, v):
-        from dualmla_kernels.prefill_hopper import prepare_hopper
+        from dualmla_kernels.prefill_hopper import HopperPrefill
 
-        return prepare_hopper(device, target.processors, q, k, v, out, lse_strides, num_reqs, causal=causal)
+        return HopperPrefill(device, target.processors, q, k, v, out, lse_strides, num_reqs, causal=causal)
     config = prefill_config(max_seqlen_q, q.shape[2] + v_dim, q.dtype, target)
     blocks = cdiv(max_seqlen_q, config.block_m)
     group = min(config.group, heads)
     first, rest = split_head_dim(q.shape[2])
     return Prepared(
         _prefill, (cdiv(heads, group) * group * num_reqs * blocks,), device,
-        (num_reqs, num_tokens, blocks, *(stride for x in (q, k, v, out) for stride in x.stride()[:2]), *lse_strides),
+        (num_reqs, num_tokens, blocks, *(stride for x in (q, k, v, out) for stride in x.stride()[:2]), *(lse_strides or (0, 0))),
         H=heads, D0=first, D1=rest, D1_PADDED=max(next_power_of_2(rest), 16),
         V=v_dim, V_PADDED=max(next_power_of_2(v_dim), LEAST_V[target.platform]),
         CAUSAL=causal, BM=config.block_m, BN=config.block_n, GROUP=group, STAGES=config.stages,
@@ -305,7 +306,7 @@ def mla_prefill(
         return
     device = q.device
     prefill = _prepare(
-        device, target_of(device), layout_of(q), layout_of(k), layout_of(v), layout_of(out), (0, 0) if lse is None else lse.stride(),
-        num_reqs, max_seqlen_q, causal=causal, aligned=(q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0,
+        device, target_of(device), layout_of(q), layout_of(k), layout_of(v), layout_of(out), None if lse is None else lse.stride(),
+        num_reqs, max_seqlen_q, causal, (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0,
     )  # fmt: skip
     prefill(q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse, softmax_scale)

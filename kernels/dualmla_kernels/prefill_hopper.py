@@ -22,8 +22,6 @@ Shapes: T queries and S keys of all requests, H heads; a block has BM = 128 quer
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -32,9 +30,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dualmla_kernels.boxes import Box
 from dualmla_kernels.gluon_compat import async_load, barrier
-from dualmla_kernels.launch import Prepared, cdiv
+from dualmla_kernels.launch import Prepared, cdiv, stream_of
 from dualmla_kernels.numerics import LN2, LOG2E
-from dualmla_kernels.prefill_order import prepare_order
+from dualmla_kernels.prefill_order import prepare_order, rows_of_order
+from dualmla_kernels.ready import Settled
 
 BN, STAGES = 128, 2
 REGISTERS = 240
@@ -314,35 +313,42 @@ def _box(x: torch.Tensor, box: list[int]) -> Box:
     return Box(TensorDescriptor(x, [most, most, ROWS.value, columns], [(1 << 34) - stride, stride, stride, 1], box, RAGGED_BOX))
 
 
-def prepare_hopper(
-    device: torch.device,
-    programs: int,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse_strides: tuple[int, ...],
-    num_reqs: int,
-    *,
-    causal: bool,
-) -> Callable[..., None]:
-    """As `prefill.prepare` where `prefill.runs_on_hopper`, for tensors that are, but for their memory, as those on "meta".
+class HopperPrefill:
+    """As `prefill.mla_prefill` where `prefill.runs_on_hopper`, for tensors that are, but for their memory, as those on "meta".
 
     Arguments:
         programs: multiprocessors of the device.
+        lse_strides: None where there is to be no LSE.
         num_reqs: at least one, with at least one key.
     """
-    num_tokens, heads, _ = out.shape
-    ordered = prepare_order(device, out, lse_strides, num_reqs, programs, causal=causal)
-    group, last = min(cdiv(GROUP_TOKENS, num_tokens), heads), min(cdiv(LAST_TOKENS, num_tokens), heads)
-    attend = Prepared(
-        _prefill_hopper, (programs,), device,
-        (heads, group, (heads - last) // group * group, q.stride(1), k.stride(1), v.stride(1), out.stride(0), out.stride(1), *lse_strides),
-        [_box(q, [64, 64]), _box(k, [BN, 64]), _box(v, [1, 1, BN, 128])],
-        CAUSAL=causal, BN=BN, STAGES=STAGES, REGISTERS=REGISTERS, num_warps=4,
-    )  # fmt: skip
 
-    def prefill(
+    def __init__(
+        self,
+        device: torch.device,
+        programs: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse_strides: tuple[int, ...] | None,
+        num_reqs: int,
+        *,
+        causal: bool,
+    ) -> None:
+        num_tokens, heads, _ = out.shape
+        group, last = min(cdiv(GROUP_TOKENS, num_tokens), heads), min(cdiv(LAST_TOKENS, num_tokens), heads)
+        strides = (q.stride(1), k.stride(1), v.stride(1), out.stride(0), out.stride(1), *(lse_strides or (0, 0)))
+        self._device, self._rows = device, rows_of_order(num_tokens, num_reqs)
+        self._order = prepare_order(device, out, lse_strides or (0, 0), num_reqs, programs, causal=causal)
+        self._attend = Prepared(
+            _prefill_hopper, (programs,), device, (heads, group, (heads - last) // group * group, *strides),
+            [_box(q, [64, 64]), _box(k, [BN, 64]), _box(v, [1, 1, BN, 128])],
+            CAUSAL=causal, BN=BN, STAGES=STAGES, REGISTERS=REGISTERS, num_warps=4,
+        )  # fmt: skip
+        self._settled: tuple[Settled, Settled] | None = None
+
+    def __call__(
+        self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -352,6 +358,18 @@ def prepare_hopper(
         lse: torch.Tensor | None,
         softmax_scale: float,
     ) -> None:
-        attend(q, k, v, ordered(cu_seqlens_q, cu_seqlens_k, out, lse), out, lse, softmax_scale)
-
-    return prefill
+        """Launch both kernels."""
+        items = torch.empty(self._rows, 8, dtype=torch.int32, device=q.device)
+        if self._settled is not None and (stream := stream_of(self._device)) is not None:
+            order, attend = self._settled
+            queries_at, keys_at, items_at = cu_seqlens_q.data_ptr(), cu_seqlens_k.data_ptr(), items.data_ptr()
+            out_at, lse_at = out.data_ptr(), None if lse is None else lse.data_ptr()
+            if not (queries_at | keys_at | items_at | out_at | (lse_at or 0)) & 15 and not order.heard and not attend.heard:
+                order(stream, queries_at, keys_at, items_at, out_at, lse_at)
+                attend(stream, *attend.encoded(q, k, v), items_at, out_at, lse_at, softmax_scale)
+                return
+        to_order, to_attend = (cu_seqlens_q, cu_seqlens_k, items, out, lse), (q, k, v, items, out, lse, softmax_scale)
+        self._order(*to_order)
+        self._attend(*to_attend)
+        if (order := self._order.settled(*to_order)) and (attend := self._attend.settled(*to_attend)):
+            self._settled = order, attend

@@ -17,8 +17,6 @@ Shapes: T queries of all requests, H heads. Blocks number at most T // BM + num_
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
@@ -100,10 +98,15 @@ def _order(
     )  # fmt: skip
 
 
+def rows_of_order(num_tokens: int, num_reqs: int) -> int:
+    """Rows of the tensor `order`."""
+    return 1 + num_tokens // BM + num_reqs
+
+
 def prepare_order(
     device: torch.device, out: torch.Tensor, lse_strides: tuple[int, ...], num_reqs: int, taken: int, *, causal: bool
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]:
-    """From `cu_seqlens_q`, `cu_seqlens_k`, `out` and `lse` on the device to `order`; their rows of padding are written on the way.
+) -> Prepared:
+    """What takes `cu_seqlens_q`, `cu_seqlens_k`, `order`, `out` and `lse`; rows of padding are written on the way.
 
     Arguments:
         out: of the shape and strides of those to come, on "meta".
@@ -111,15 +114,7 @@ def prepare_order(
         taken: items that are given away before any is asked for.
     """
     num_tokens, heads, v_dim = out.shape
-    rows = 1 + num_tokens // BM + num_reqs
-    launch = Prepared(
+    return Prepared(
         _order, (max(num_reqs, 32),), device, (num_reqs, num_tokens, taken, out.stride(0), out.stride(1), *lse_strides),
         H=heads, V=v_dim, V_PADDED=next_power_of_2(v_dim), CAUSAL=causal, BM=BM, LEVEL=LEVEL, BLOCKS=BLOCKS, num_warps=4,
     )  # fmt: skip
-
-    def ordered(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
-        order = torch.empty(rows, 8, dtype=torch.int32, device=device)
-        launch(cu_seqlens_q, cu_seqlens_k, order, out, lse)
-        return order
-
-    return ordered

@@ -40,12 +40,12 @@ class _Compiled:
     """What launches a kernel that Triton has compiled.
 
     Attributes:
-        run: called with grid, stream, `packed` and the arguments.
+        run: called with grid, stream, `between` and the arguments.
         boxes: what the kernel was compiled to of each of its descriptors.
     """
 
     run: Callable[..., None]
-    packed: tuple[Any, ...]
+    between: tuple[Any, ...]
     boxes: Sequence[Any]
 
 
@@ -95,6 +95,29 @@ class Decided:
 NOTHING = Decided()
 
 
+class Settled:
+    """A kernel with all that it is compiled for settled: takes addresses that are multiples of 16, and floats, and asks for no more."""
+
+    __slots__ = ("_after", "_before", "_between", "_boxes", "_kernel", "_run")
+
+    def __init__(self, kernel: Any, compiled: _Compiled, grid: tuple[int, int, int], after: tuple[Any, ...], boxes: Sequence[Box]) -> None:
+        self._kernel, self._run, self._before, self._between, self._after = kernel, compiled.run, grid, compiled.between, after
+        self._boxes = [*zip(boxes, compiled.boxes, strict=True)]
+
+    @property
+    def heard(self) -> bool:
+        """Whether its launches have to go Triton's way for now."""
+        return _left_to_triton(self._kernel)
+
+    def encoded(self, *tensors: torch.Tensor) -> list[Any]:
+        """What stands for the tensors that are taken by descriptors."""
+        return [value for (box, metadata), tensor in zip(self._boxes, tensors, strict=True) for value in box.encoded(tensor, metadata)]
+
+    def __call__(self, stream: int, *values: Any) -> None:
+        """Launch it on a stream of the current device."""
+        self._run(*self._before, stream, *self._between, *values, *self._after)
+
+
 class Ready:
     """A kernel and its constants on one device: launched through Triton once for each kind of arguments, and then without.
 
@@ -123,7 +146,16 @@ class Ready:
         if boxes:
             encoded = [box.encoded(tensor, metadata) for box, tensor, metadata in zip(boxes, args, compiled.boxes, strict=False)]
             values[:0] = chain.from_iterable(encoded)
-        compiled.run(x, y, z, stream, *compiled.packed, *values, *decided.numbers, *self._nothings)
+        compiled.run(x, y, z, stream, *compiled.between, *values, *decided.numbers, *self._nothings)
+
+    def settled(self, grid: tuple[int, ...], args: tuple[Any, ...], decided: Decided) -> Settled | None:
+        """What launches arguments of these kinds at other addresses, all multiples of 16; None where that is not all to be known."""
+        kinds, _ = sort(args[len(decided.boxes) :])
+        compiled = self._compiled.get((*kinds, *decided.kinds))
+        if compiled is None or torch.version.hip is not None or any([type(kind) is tuple for kind in kinds]):
+            return None
+        x, y, z = (*grid, 1, 1)[:3]
+        return Settled(self._kernel, compiled, (x, y, z), (*decided.numbers, *self._nothings), decided.boxes)
 
     def _launch_by_triton(self, grid: tuple[int, ...], args: tuple[Any, ...], decided: Decided, key: tuple[Any, ...]) -> None:
         boxes, left = decided.boxes, _left_to_triton(self._kernel)
@@ -136,8 +168,21 @@ class Ready:
             return
         if len(self._compiled) >= MOST:
             self._compiled.clear()
-        run = launcher_of_encoded(compiled, boxes) if boxes else compiled.run
-        self._compiled[key] = _Compiled(run, (compiled.function, compiled.packed_metadata, None, None, None), metadata)
+        launcher = launcher_of_encoded(compiled, boxes) if boxes else compiled.run
+        self._compiled[key] = _Compiled(*past_python(launcher, compiled.function, compiled.packed_metadata), metadata)
+
+
+def past_python(launcher: Any, function: Any, packed: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """What launches, and what it takes between the stream and the arguments.
+
+    In Triton 3.6 for CUDA that is the launcher's own C function: the Python around it sees to scratch memory, which most kernels
+    don't want, in over a microsecond.
+    """
+    is_cuda = type(launcher).__name__ == "CudaLauncher"
+    if TRITON_VERSION == (3, 6) and is_cuda and not launcher.global_scratch_size and not launcher.profile_scratch_size:
+        options = launcher.launch_cooperative_grid, launcher.launch_pdl
+        return launcher.launch, (function, *options, None, None, packed, None, None, None)
+    return launcher, (function, packed, None, None, None)
 
 
 def _left_to_triton(kernel: Any) -> bool:

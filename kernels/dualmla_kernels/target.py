@@ -79,7 +79,7 @@ def note(launch: Launch) -> None:
 
 def target_of(device: torch.device) -> Target:
     """The chip of `device`."""
-    return _spoken_of[-1][0] if device.type == "meta" else _target_of(device)
+    return _spoken_of[-1][0] if _spoken_of and device.type == "meta" else _target_of(device)
 
 
 @functools.cache
