@@ -198,9 +198,8 @@ def prefill_config(max_seqlen_q: int, head_dims: int, dtype: torch.dtype, target
         half = 2 if dtype == torch.float32 else 1
         return PrefillConfig(block_m=64 // half, block_n=32 // half, stages=1, warps=4, group=8)
     if dtype == torch.float32:
-        if platform == "cuda":  # without tensor cores, a lane holds whole rows: larger tiles are spilled, by 9 KB a lane at 64 x 32
-            return PrefillConfig(block_m=16, block_n=32, stages=1, warps=8, group=8)
-        return PrefillConfig(block_m=64, block_n=32, stages=1, warps=4, group=8)
+        cuda = platform == "cuda"  # without tensor cores a lane holds whole rows: larger tiles are spilled, by 9 KB a lane at 64 x 32
+        return PrefillConfig(block_m=16 if cuda else 64, block_n=32, stages=1, warps=8 if cuda else 4, group=8)
     if platform == "hip":
         # as compiled for gfx942: 238 registers and none spilled; 64 keys spill, with four warps or eight
         return PrefillConfig(block_m=64 if short else 128, block_n=32, stages=1, warps=4, group=8)
@@ -309,4 +308,4 @@ def mla_prefill(
         device, target_of(device), layout_of(q), layout_of(k), layout_of(v), layout_of(out), None if lse is None else lse.stride(),
         num_reqs, max_seqlen_q, causal, (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0,
     )  # fmt: skip
-    prefill(q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse, softmax_scale)
+    prefill(q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse, float(softmax_scale))
