@@ -430,7 +430,7 @@ def hopper_decode(rank: int, rope: int, heads: int, *, with_lse: bool = True) ->
     }
     layouts = [layout_of(tensors[name]) for name in ("q", "kv_cache", "out")]
     strides = (2, 1) if with_lse else None
-    key = (DEVICE, CHIPS["sm_90"], *layouts, strides, 4, 2, 1, plan.counts, True, False, True)
+    key = (DEVICE, CHIPS["sm_90"], *layouts, strides, 4, 2, 1, plan.counts, True, False, 16)
     return lambda: decode._launches.__wrapped__(*key), tensors
 
 
