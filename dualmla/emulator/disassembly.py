@@ -181,9 +181,9 @@ def _vector(instruction: Instruction) -> str:
     if name in ("V_READLANE_B32", "V_WRITELANE_B32"):
         code = instruction["vdst"] & 255 if name == "V_READLANE_B32" else instruction["vdst"]
         return f"{name.lower()} {', '.join(map(operand, (code, instruction['src0'], instruction['src1'])))}"
-    if name in ("V_READFIRSTLANE_B32", "V_PERMLANE16_SWAP_B32", "V_PERMLANE32_SWAP_B32"):
-        suffix = "" if name == "V_READFIRSTLANE_B32" else "_e32"
-        code = instruction["vdst"] if suffix else instruction["vdst"] & 255
+    if name in ("V_READFIRSTLANE_B32", "V_PERMLANE16_SWAP_B32", "V_PERMLANE32_SWAP_B32", "V_SWAP_B32"):
+        suffix = "_e32" if name.startswith("V_PERMLANE") else ""
+        code = instruction["vdst"] & 255 if name == "V_READFIRSTLANE_B32" else instruction["vdst"]
         return f"{name.lower()}{suffix} {operand(code)}, {operand(instruction['src0'])}"
     if name == "V_ACCVGPR_MOV_B32":
         return f"v_accvgpr_mov_b32 {', '.join(operand(instruction[field], accumulator=True) for field in ('vdst', 'src0'))}"

@@ -233,10 +233,19 @@ def lane_access(wave: Any, ins: Any) -> Any:
 
 @njit
 def lane_swap(wave: Any, ins: Any) -> Any:
-    """V_PERMLANE16_SWAP_B32, V_PERMLANE32_SWAP_B32: odd groups of `dst` change places with even groups of `src0`."""
+    """V_PERMLANE16_SWAP_B32, V_PERMLANE32_SWAP_B32: odd groups of `dst` change places with even groups of `src0`.
+
+    V_SWAP_B32 (op 0): `dst` and `src0` change places, in the lanes EXEC names.
+    """
     width, other = ins.op, ins.src[0]
+    active = pair(wave, state.EXEC)
     for lane in range(64):
-        if lane & width == 0:
+        if width == 0:
+            if active >> lane & 1:
+                moved = wave.v[ins.dst, lane]
+                wave.v[ins.dst, lane] = wave.v[other, lane]
+                wave.v[other, lane] = moved
+        elif lane & width == 0:
             upper = wave.v[ins.dst, lane + width]
             wave.v[ins.dst, lane + width] = wave.v[other, lane]
             wave.v[other, lane] = upper

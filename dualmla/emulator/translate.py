@@ -36,7 +36,7 @@ _NOTHING: tuple[str, ...] = (
 _NOTHING += ("S_DECPERFLEVEL", "BUFFER_WBL2", "BUFFER_INV", "BUFFER_GL0_INV")
 _CONDITIONS = {"SCC0": 0, "SCC1": 1, "VCCZ": 2, "VCCNZ": 3, "EXECZ": 4, "EXECNZ": 5}
 BRANCH_ALWAYS = 6
-SWAP_16, SWAP_32 = 16, 32
+SWAPS = {"V_PERMLANE16_SWAP_B32": 16, "V_PERMLANE32_SWAP_B32": 32, "V_SWAP_B32": 0}
 ONE = 242
 """Operand code of 1.0."""
 READ_FIRST_LANE, READ_LANE, WRITE_LANE = range(3)
@@ -191,9 +191,10 @@ def _encode_vector(encoder: Encoder) -> None:
     if name in ("V_READFIRSTLANE_B32", "V_READLANE_B32", "V_WRITELANE_B32"):
         _encode_lane_access(encoder)
         return
-    if name in ("V_PERMLANE16_SWAP_B32", "V_PERMLANE32_SWAP_B32"):
-        encoder.kind(state.LANE_SWAP, op=SWAP_16 if "16" in name else SWAP_32)
+    if name in SWAPS:
+        encoder.kind(state.LANE_SWAP, op=SWAPS[name])
         encoder.source(0, instruction["src0"])
+        encoder.source(1, instruction["vdst"])  # read as well
         encoder.set(dst=instruction["vdst"] - 256)
         return
     saturates = name in _SATURATING and bool(instruction.get("clmp"))

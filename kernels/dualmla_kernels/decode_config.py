@@ -63,8 +63,8 @@ def _config(wide: bool, dtype: torch.dtype, target: Target, float8: bool) -> Dec
         return _cpu_config(wide, dtype, float8)
     if target.platform == "hip":
         return _amd_config(wide, dtype, target, float8)
-    if dtype == torch.float32:
-        return DecodeConfig(16, 32, slices=1, stages=2, lazy=False, programs=target.processors, warps=4)
+    if dtype == torch.float32:  # without tensor cores a lane holds whole rows: with four warps they are spilled
+        return DecodeConfig(16, 32, slices=8, stages=2, lazy=False, programs=target.processors, warps=8)
     if wide:
         return DecodeConfig(64, 64, slices=1, stages=2, lazy=False, programs=target.processors, warps=8, pairs=target.arch == "sm_90")
     if not float8:

@@ -198,8 +198,9 @@ def prefill_config(max_seqlen_q: int, head_dims: int, dtype: torch.dtype, target
         half = 2 if dtype == torch.float32 else 1
         return PrefillConfig(block_m=64 // half, block_n=32 // half, stages=1, warps=4, group=8)
     if dtype == torch.float32:
-        cuda = platform == "cuda"  # without tensor cores a lane holds whole rows: larger tiles are spilled, by 9 KB a lane at 64 x 32
-        return PrefillConfig(block_m=16 if cuda else 64, block_n=32, stages=1, warps=8 if cuda else 4, group=8)
+        # without tensor cores a lane holds whole rows, and larger tiles are spilled: on sm_90 9 KB a lane at 64 x 32
+        rows, warps = (64, 4) if platform == "hip" else (16, 8)
+        return PrefillConfig(block_m=rows, block_n=32, stages=1, warps=warps, group=8)
     if platform == "hip":
         # as compiled for gfx942: 238 registers and none spilled; 64 keys spill, with four warps or eight
         return PrefillConfig(block_m=64 if short else 128, block_n=32, stages=1, warps=4, group=8)

@@ -299,6 +299,15 @@ def test_lane_swap(width):
     assert (end.v(0) == expected_a.reshape(-1)).all()
 
 
+def test_swap_of_registers():
+    swap = Instruction(0, 4, "V_SWAP_B32", "VOP1", {"vdst": V + 20, "src0": V})
+    end = run([swap], v={0: A, 20: B}, execute=0xF0)
+    assert (end.v(20)[4:8] == A[4:8]).all()
+    assert (end.v(0)[4:8] == B[4:8]).all()
+    assert (np.delete(end.v(20), slice(4, 8)) == np.delete(B, slice(4, 8))).all()
+    assert (np.delete(end.v(0), slice(4, 8)) == np.delete(A, slice(4, 8))).all()
+
+
 def test_indexed_source_registers():
     """s_set_gpr_idx_on adds M0[7:0] to source 0's register number until it is switched off."""
     on = Instruction(0, 4, "S_SET_GPR_IDX_ON", "SOPC", {"ssrc0": 4, "ssrc1": 1})
