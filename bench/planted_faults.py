@@ -133,6 +133,8 @@ def main() -> int:
     parser.add_argument("--fault", action="append", choices=[fault.name for fault in PLANTED])
     parser.add_argument("--write", type=Path)
     arguments = parser.parse_args()
+    if arguments.write is not None and (arguments.fault or not arguments.write.is_file()):
+        parser.error("--write takes a page that is there, and the table of all faults")
     rows = []
     for fault in PLANTED:
         if arguments.fault is None or fault.name in arguments.fault:

@@ -91,3 +91,17 @@ def test_rows_at_odd_addresses(cache_dtype: torch.dtype, pad: tuple[int, int], d
     view = memory[pad[1] % 2 :][: pages * slots * columns].view(pages, slots, columns)[:, :size, :width]
     view.copy_(inputs.kv_cache.view(torch.uint8))
     check(dataclasses.replace(inputs, kv_cache=view.view(cache_dtype)), backend)
+
+
+def test_a_small_weight_alone_in_its_column(cache_dtype: torch.dtype, device: torch.device, backend: str) -> None:
+    """2^-99 of the largest, which has 0 there: far from the smallest number of fp32, and as exact as any other result."""
+    inputs = laid_out(device, cache_dtype, num_heads=3, seq_lens=(2,), softmax_scale=0.27)
+    inputs.q.fill_(1.0)
+    rows = torch.zeros(2, inputs.kv_cache.shape[2])
+    rows[0, 64:] = 8.0  # the rope alone
+    rows[1, 5] = 1.0
+    slots = inputs.kv_cache.view(torch.uint8).flatten(0, 1)
+    slots[live_slots(inputs, 0)] = rows.to(cache_dtype).view(torch.uint8).to(device)
+    out, _lse = run_decode(inputs, backend)
+    assert 0 < out[0, 0, 5].abs() < 2.0**-90
+    check(inputs, backend)

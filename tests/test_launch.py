@@ -22,7 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dualmla_kernels import boxes, decode, prefill, ready
+from dualmla_kernels import boxes, decode, decode_config, prefill, ready
 from dualmla_kernels import launch as launching
 from dualmla_kernels.boxes import Box
 from dualmla_kernels.launch import Prepared, launch, layout_of
@@ -342,6 +342,9 @@ def test_what_can_be_settled(recorder: Recorder, monkeypatch: pytest.MonkeyPatch
     prepared(x, x, 0.5)
     settled(recorder.get_current_stream(0), x.data_ptr(), x.data_ptr(), 0.5)
     assert recorder.launches[-1] == recorder.launches[-2]
+    for factor in (1, 2, 2**40):
+        prepared(x, x, factor)
+        assert prepared.settled(x, x, factor) is None, "the kernel is compiled for the number"
     assert Prepared(scale_rows, (3,), torch.device("meta"), (2, 64), SIZE=64).settled(x, x, 0.5) is None
     monkeypatch.setattr(torch.version, "hip", "7.0")
     prepared(x, x, 0.5)
@@ -427,7 +430,7 @@ def hopper_decode(rank: int, rope: int, heads: int, *, with_lse: bool = True) ->
     }
     layouts = [layout_of(tensors[name]) for name in ("q", "kv_cache", "out")]
     strides = (2, 1) if with_lse else None
-    key = (DEVICE, CHIPS["sm_90"], *layouts, strides, 4, 2, 1, plan.counts, True, False, True)
+    key = (DEVICE, CHIPS["sm_90"], *layouts, strides, 4, 2, 1, plan.counts, True, False, 16)
     return lambda: decode._launches.__wrapped__(*key), tensors
 
 
@@ -459,7 +462,8 @@ def hopper_prefill(*, with_lse: bool = True) -> tuple[Callable[[], Any], dict[st
 def test_settled_launches_are_the_same_launches(recorder: Recorder, monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
     """For other tensors of the same kind nothing is sorted or encoded anew; for others, and whoever listens, it is not settled."""
     recorder.target = SM_90
-    monkeypatch.setattr(decode, "target_of", lambda _: CHIPS["sm_90"])
+    for module in (decode, decode_config):
+        monkeypatch.setattr(module, "target_of", lambda _: CHIPS["sm_90"])
     anew, tensors = make()
     scratch = torch.zeros(1 << 20)
     monkeypatch.setattr(torch, "empty", lambda *shape, dtype, device: scratch.view(dtype))

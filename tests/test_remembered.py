@@ -152,9 +152,9 @@ def test_what_is_not_aligned_is_not_copied_by_tma() -> None:
     plan = (100, 3, 198, 128)
     layouts = [(x.shape, x.stride(), x.dtype) for x in (empty(4, 128, 576), empty(9, 64, 576), empty(4, 128, 512))]
     kernels = []
-    for aligned in (True, False, True):
+    for alignment in (16, 8, 16):
         with launches_on(CHIPS["sm_90"]):
-            launches = decode._launches(META, CHIPS["sm_90"], *layouts, (4, 1), 8, 4, 1, plan, True, False, aligned)
+            launches = decode._launches(META, CHIPS["sm_90"], *layouts, (4, 1), 8, 4, 1, plan, True, False, alignment)
         kernels.append(launches.decode.kernel.__name__)
     assert kernels == ["_decode_pairs", "_decode", "_decode_pairs"]
 

@@ -62,7 +62,7 @@ def diagnose(wrong: Wrong, passes: Callable[[Problem], bool]) -> Iterator[Findin
         wrong: the result.
         passes: whether the backend passes another problem.
     """
-    if not bool(wrong.out_rows.any()) and (reading := _other_reading(wrong)):
+    if bool(wrong.lse_rows.any()) and not bool(wrong.out_rows.any()) and (reading := _other_reading(wrong)):
         yield Finding("lse", f"{reading}; {wrong.facts}")
         return
     empty, filled = wrong.bad & wrong.empty, wrong.bad & ~wrong.empty

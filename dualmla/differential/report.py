@@ -99,7 +99,7 @@ def _print_findings(console: Console, report: Report) -> None:
             for finding in verdict.findings[:1]:
                 found.setdefault((verdict.backend, finding.contract), []).append((verdict, finding))
     for (backend, contract), cases in found.items():
-        console.print(f"\n[bold red]{backend} breaks: {contract}[/], in {len(cases)} cases", highlight=False)
+        console.print(f"\n[bold red]{backend} breaks: {contract}[/], in {len(cases)} case{'s'[: len(cases) > 1]}", highlight=False)
         for failure in report.failures:
             if failure.found.backend == backend and failure.found.findings[0].contract == contract:
                 _print_failure(console, failure)

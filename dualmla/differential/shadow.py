@@ -36,8 +36,9 @@ from dualmla.differential.problems import Result
 from dualmla.differential.snapshot import DecodeSeen, Snapshot, on_host
 from dualmla.differential.verdict import Finding, Verdict
 from dualmla.metadata import MLAMetadata
-from dualmla.selection import backend_for_device
+from dualmla.selection import backend_for_device, is_registered
 from dualmla.testing import compare
+from dualmla.validation import check_count
 
 logger = logging.getLogger("dualmla")
 
@@ -83,7 +84,7 @@ class Shadow:
     """Watches decodes of one device; for one thread that calls.
 
     Arguments:
-        second: the backend that runs again.
+        second: the backend that runs again; where it fails, the call counts as skipped.
         share: of decodes to sample, 0 to 1.
         max_bytes: most that a snapshot takes, and most that is kept from being reused within captured graphs: where more batch
             sizes are captured than that holds a decode of, some in between are not sampled.
@@ -91,6 +92,9 @@ class Shadow:
         save: directory for repros of divergences; None: they are counted and logged only.
         most_repros: files are not written after that many.
         seed: of the choice of calls and requests.
+
+    Raises:
+        ValueError: an argument is out of its range, or `second` is unknown.
     """
 
     def __init__(
@@ -104,8 +108,13 @@ class Shadow:
         most_repros: int = 20,
         seed: int = 0,
     ) -> None:
-        if not 0 < share <= 1:
-            raise ValueError(f"share must be above 0 and at most 1, got {share!r}")
+        for name, number, most in (("share", share, 1.0), ("per_second", per_second, math.inf)):
+            if not isinstance(number, int | float) or not 0 < number <= most:
+                raise ValueError(f"{name} must be above 0{' and at most 1' if most == 1 else ''}, got {number!r}")
+        if second != "auto" and not is_registered(second):
+            raise ValueError(f"second must be auto or the name of a registered backend, got {second!r}")
+        check_count("max_bytes", max_bytes, least=1)
+        check_count("most_repros", most_repros)
         self.second, self.share, self.max_bytes, self.per_second = second, share, max_bytes, per_second
         self.save, self.most_repros = save, most_repros
         self.counts = Counts()
@@ -230,6 +239,12 @@ class Shadow:
         except BackendUnavailable as refusal:
             self.counts.skipped[str(refusal)] += 1
             return
+        except Exception as error:  # no room, or a second backend that fails: nothing that the engine's own decode should suffer from
+            why = f"{self.second} failed: {type(error).__name__}: {error}"
+            if why not in self.counts.skipped:
+                logger.warning("shadow: no comparison of a decode, %s", why)
+            self.counts.skipped[why] += 1
+            return
         self.counts.sampled += 1
         while self._pending and not call.q.is_cuda:
             self._collect()
@@ -302,7 +317,10 @@ class Shadow:
                 self.counts.saved += 1
                 place = pending.snapshot.seen.q.device.type
                 made = {**versions(), "device": self._device_name, "found": "shadow mode"}
-                logger.warning("shadow: saved %s", repro.save(self.save, problem, verdicts[0], device=place, made=made))
+                try:
+                    logger.warning("shadow: saved %s", repro.save(self.save, problem, verdicts[0], device=place, made=made))
+                except (OSError, ImportError) as error:
+                    logger.warning("shadow: nothing was saved to %s: %s", self.save, error)
 
 
 def _being_captured(tensor: torch.Tensor) -> bool:

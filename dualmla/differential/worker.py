@@ -32,6 +32,9 @@ from dualmla.testing import poisoned_allocations
 START_LIMIT = 120.0
 """Seconds for the child to import torch and the backend."""
 
+END_LIMIT = 20.0
+"""Seconds for the child to leave when nobody asks any more."""
+
 STDERR_LINES = 12
 
 MOST_KEPT = 1 << 30
@@ -177,7 +180,7 @@ class Worker:
             return
         self._to_child.close()  # the child reads its end and leaves, the template follows
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._template.wait(5)
+            self._template.wait(END_LIMIT)
         self._template.kill()
         self._template.wait()
         self._from_child.close()

@@ -252,4 +252,4 @@ def mla_decode(
         block_table.stride(0), num_reqs, max_query_len, plan.counts,
         causal, num_kv_splits is not None, start & -start,
     )  # fmt: skip
-    launches(q, kv_cache, block_table, seq_lens, qo_indptr, plan, out, lse, softmax_scale, k_scale)
+    launches(q, kv_cache, block_table, seq_lens, qo_indptr, plan, out, lse, float(softmax_scale), k_scale)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dualmla_kernels.decode_kernel import FIRST_TILE, LAST_TILES, NO
 from dualmla_kernels.target import TRITON_VERSION, Target, target_of
 
 
@@ -21,7 +20,7 @@ class DecodeConfig:
         block_n: keys a tile.
         slices: the latent row is held in as many slices of columns.
         stages: tiles of keys under way.
-        lazy: what tiles are weighed against; fp16 weights would overflow against anything but the maximum so far, NO.
+        lazy: whether a piece is weighed against the maximum of its last tiles alone (`_attend_fixed`); fp16 weights would overflow.
         programs: for the whole device.
         warps: of a program; waves of 64 lanes on AMD.
         pairs: whether `decode_hopper` does it, two tiles at a time, where it can.
@@ -34,7 +33,7 @@ class DecodeConfig:
     block_n: int
     slices: int
     stages: int
-    lazy: int
+    lazy: bool
     programs: int
     warps: int
     pairs: bool = False
@@ -65,25 +64,22 @@ def _config(wide: bool, dtype: torch.dtype, target: Target, float8: bool) -> Dec
     if target.platform == "hip":
         return _amd_config(wide, dtype, target, float8)
     if dtype == torch.float32:  # without tensor cores a lane holds whole rows: with four warps they are spilled
-        return DecodeConfig(16, 32, slices=8, stages=2, lazy=NO.value, programs=target.processors, warps=8)
+        return DecodeConfig(16, 32, slices=8, stages=2, lazy=False, programs=target.processors, warps=8)
     if wide:
-        return DecodeConfig(64, 64, slices=1, stages=2, lazy=NO.value, programs=target.processors, warps=8, pairs=target.arch == "sm_90")
+        return DecodeConfig(64, 64, slices=1, stages=2, lazy=False, programs=target.processors, warps=8, pairs=target.arch == "sm_90")
     if not float8:
-        return DecodeConfig(16, 64, slices=8, stages=3, lazy=NO.value, programs=target.processors, warps=4)
-    lazy = FIRST_TILE if dtype == torch.bfloat16 else NO
+        return DecodeConfig(16, 64, slices=8, stages=3, lazy=False, programs=target.processors, warps=4)
     # two programs to a multiprocessor: while one waits for its warps or for a product, the other does not
-    return DecodeConfig(16, 64, slices=8, stages=3, lazy=lazy.value, programs=2 * target.processors, warps=4, chains=2, paired=True)
+    return DecodeConfig(16, 64, slices=8, stages=3, lazy=False, programs=2 * target.processors, warps=4, chains=2, paired=True)
 
 
 def _cpu_config(wide: bool, dtype: torch.dtype, float8: bool) -> DecodeConfig:
     """Four programs, so that split rows are met in small tests too; the sizes show every way to weigh tiles, float8 smaller ones."""
     block_n = 32 if float8 else 64
     if wide:
-        lazy = NO if dtype == torch.float16 else LAST_TILES
-        return DecodeConfig(64, block_n, slices=2, stages=1, lazy=lazy.value, programs=4, warps=1)
+        return DecodeConfig(64, block_n, slices=2, stages=1, lazy=dtype != torch.float16, programs=4, warps=1)
     paired = float8 and dtype != torch.float32
-    lazy = FIRST_TILE if paired and dtype == torch.bfloat16 else NO
-    return DecodeConfig(16, block_n, slices=1, stages=1, lazy=lazy.value, programs=4, warps=1, chains=1 + paired, paired=paired)
+    return DecodeConfig(16, block_n, slices=1, stages=1, lazy=False, programs=4, warps=1, chains=1 + paired, paired=paired)
 
 
 def _amd_config(wide: bool, dtype: torch.dtype, target: Target, float8: bool) -> DecodeConfig:
@@ -93,7 +89,7 @@ def _amd_config(wide: bool, dtype: torch.dtype, target: Target, float8: bool) ->
     make gfx942, which can't read LDS transposed, fetch values by two bytes. On gfx950 the next tile's loads are under way while
     this one is multiplied, where there are registers for it: not with Triton 3.6, nor for float8, which would come by four bytes.
     """
-    lazy, programs = (NO if dtype == torch.float16 else LAST_TILES).value, target.processors
+    lazy, programs = dtype != torch.float16, target.processors
     # kpack: two steps of a product are read from LDS at once. Triton 3.6 has no registers for it beside 64 rows, and CDNA4 has
     # products of twice the depth instead. With one wave to a SIMD the compiler may use all registers, which it does not always know
     two_steps = target.arch != "gfx950" and dtype != torch.float32 and not (wide and TRITON_VERSION <= (3, 6))

@@ -39,8 +39,6 @@ from dualmla_kernels.pairs import (
 )
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)  # a maximum of nothing: -inf - -inf, of a score that is -inf, would be NaN
-# what tiles are weighed against: the maximum so far; that of the first or of the last ones of a piece, as long as it will do
-NO, FIRST_TILE, LAST_TILES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 FAR = tl.constexpr(2.0**64)  # sum of weights, relative to a maximum, above which that maximum is no good
 
 
@@ -177,9 +175,9 @@ def _attend_tiles(
 def _attend_fixed(
     first, end, q, q_rope, m, l, acc, pages, kv_ptr, page_stride, c, limit, seq_len,
     D: tl.constexpr, R: tl.constexpr, R_PADDED: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    SLICES: tl.constexpr, CHAINS: tl.constexpr, STAGES: tl.constexpr, PAIRED: tl.constexpr, FIRST: tl.constexpr, EXACT: tl.constexpr,
+    SLICES: tl.constexpr, CHAINS: tl.constexpr, STAGES: tl.constexpr, PAIRED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Tiles `first` to `end`, which every row sees whole, into (m, l, acc), all with one maximum: m, or where FIRST the first tile's.
+    """Tiles `first` to `end`, which every row sees whole, into (m, l, acc), all with one maximum, m.
 
     Softmax is as exact with any m that lets nothing overflow, and none of the numbers here, bf16 weights included, does
     before 2^127. So no tile waits for a maximum over its lanes, and nothing but products touches the accumulator in the
@@ -193,15 +191,12 @@ def _attend_fixed(
         next_ids = _page_ids(pages, t + 1, on, seq_len, PAGE, BN)
         s, k = _scores(t, ids, q, q_rope, kv_ptr, page_stride, limit, seq_len,
                        D, R, R_PADDED, PAGE, SLOT, BM, BN, SLICES, CHAINS, PAIRED, False, EXACT)  # fmt: skip
-        if FIRST:  # noqa: SIM102 - known to the compiler
-            if t == first:
-                m = tl.maximum(m, tl.max(s, 1) * c)
         p = _weights(s, c, m, PAIRED)
         sums += p
         acc = _add_values(p, k, acc, SLICES, PAIRED, EXACT)
         ids = next_ids
     l += tl.sum(sums, 1)
-    return m, l, acc, tl.max((l > FAR).to(tl.int32), 0)
+    return l, acc, tl.max((l > FAR).to(tl.int32), 0)
 
 
 @triton.jit
@@ -319,13 +314,13 @@ def _decode(
         m, l, acc = _nothing(BM, D, SLICES * W)
         pages = block_table_ptr + request.to(tl.int64) * table_stride
 
-        if LAZY == LAST_TILES:
+        if LAZY:
             # Every live row that sees a key sees key `least - 1` or, in a piece that ends earlier, all keys
             whole = tl.maximum(tl.minimum(end_tile - 1, tl.maximum(least - 1, 0) // BN), first_tile)
             m, l, acc = _attend_tiles(whole, end_tile, q, q_rope, m, l, acc, pages, kv_ptr, page_stride, c, limit, seq_len,
                                       DW, RW, RW_PADDED, PAGE, ROW, BM, BN, SLICES, CHAINS, STAGES, AS, EXACT)  # fmt: skip
-            m, l, acc, far = _attend_fixed(first_tile, whole, q, q_rope, m, l, acc, pages, kv_ptr, page_stride, c, limit, seq_len,
-                                           DW, RW, RW_PADDED, PAGE, ROW, BM, BN, SLICES, CHAINS, STAGES, AS, False, EXACT)  # fmt: skip
+            l, acc, far = _attend_fixed(first_tile, whole, q, q_rope, m, l, acc, pages, kv_ptr, page_stride, c, limit, seq_len,
+                                        DW, RW, RW_PADDED, PAGE, ROW, BM, BN, SLICES, CHAINS, STAGES, AS, EXACT)  # fmt: skip
             if far > 0:
                 m, l, acc = _nothing(BM, D, SLICES * W)
                 m, l, acc = _attend_tiles(first_tile, end_tile, q, q_rope, m, l, acc, pages, kv_ptr, page_stride, c, limit, seq_len,
@@ -333,20 +328,13 @@ def _decode(
         else:
             whole = tl.minimum(end_tile, tl.maximum(least, 0) // BN)
             masked = tl.maximum(first_tile, whole)
-            if LAZY == FIRST_TILE:
-                m, l, acc, far = _attend_fixed(first_tile, whole, q, q_rope, m, l, acc, pages, kv_ptr, page_stride, c, limit, seq_len,
-                                               DW, RW, RW_PADDED, PAGE, ROW, BM, BN, SLICES, CHAINS, STAGES, AS, True, EXACT)  # fmt: skip
-                if far > 0:
-                    m, l, acc = _nothing(BM, D, SLICES * W)
-                    masked = first_tile
-            else:
-                # the first page id, where it is one, without waiting for the length: it is live wherever there is a tile
-                ids = tl.load(pages + first_tile * BN // PAGE) if PAGE % BN == 0 else _page_ids(pages, first_tile, on, seq_len, PAGE, BN)
-                for t in tl.range(first_tile, whole, num_stages=STAGES):
-                    next_ids = _page_ids(pages, t + 1, on, seq_len, PAGE, BN)
-                    m, l, acc = _attend_tile(t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, c, limit, seq_len,
-                                             DW, RW, RW_PADDED, PAGE, ROW, BM, BN, SLICES, CHAINS, AS, False, EXACT)  # fmt: skip
-                    ids = next_ids
+            # the first page id, where it is one, without waiting for the length: it is live wherever there is a tile
+            ids = tl.load(pages + first_tile * BN // PAGE) if PAGE % BN == 0 else _page_ids(pages, first_tile, on, seq_len, PAGE, BN)
+            for t in tl.range(first_tile, whole, num_stages=STAGES):
+                next_ids = _page_ids(pages, t + 1, on, seq_len, PAGE, BN)
+                m, l, acc = _attend_tile(t, ids, q, q_rope, m, l, acc, kv_ptr, page_stride, c, limit, seq_len,
+                                         DW, RW, RW_PADDED, PAGE, ROW, BM, BN, SLICES, CHAINS, AS, False, EXACT)  # fmt: skip
+                ids = next_ids
             if masked < end_tile:  # starting a pipeline takes its time even for no tile
                 m, l, acc = _attend_tiles(masked, end_tile, q, q_rope, m, l, acc, pages, kv_ptr, page_stride, c, limit, seq_len,
                                           DW, RW, RW_PADDED, PAGE, ROW, BM, BN, SLICES, CHAINS, STAGES, AS, EXACT)  # fmt: skip

@@ -43,9 +43,9 @@ lop3.b32 $1, $2, 0x80008000, second, 0xea;
 
 _SHRUNK_BF16, _SHRUNK_FP16 = _shrunk(4), _shrunk(7)
 SHRINKAGE_BF16, SHRINKAGE_FP16 = tl.constexpr(2.0**120), tl.constexpr(2.0**8)  # what the wider exponent bias divides by
-# What weights of shrunk values are multiplied by. bf16: so that with weights up to FAR nothing leaves the range of fp32. fp16: as much
-# as 1, the largest weight, bears; the smallest number is 2^-24.
-GROWTH_BF16, GROWTH_FP16 = tl.constexpr(2.0**60), tl.constexpr(2.0**15)
+# What weights of shrunk values, which are 1 at most, are multiplied by. bf16: all of it, so that a product is what it would be of the
+# values themselves, and no smaller. fp16: as much as 1 bears; the smallest number is 2^-24.
+GROWTH_BF16, GROWTH_FP16 = tl.constexpr(2.0**120), tl.constexpr(2.0**15)
 
 
 @triton.jit

@@ -309,4 +309,4 @@ def mla_prefill(
         device, target_of(device), layout_of(q), layout_of(k), layout_of(v), layout_of(out), None if lse is None else lse.stride(),
         num_reqs, max_seqlen_q, causal, (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0,
     )  # fmt: skip
-    prefill(q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse, softmax_scale)
+    prefill(q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse, float(softmax_scale))

@@ -40,10 +40,12 @@ class _Compiled:
     """What launches a kernel that Triton has compiled.
 
     Attributes:
+        kernel: Triton's own object, with which the code would be unloaded.
         run: called with grid, stream, `between` and the arguments.
         boxes: what the kernel was compiled to of each of its descriptors.
     """
 
+    kernel: CompiledKernel
     run: Callable[..., None]
     between: tuple[Any, ...]
     boxes: Sequence[Any]
@@ -98,10 +100,11 @@ NOTHING = Decided()
 class Settled:
     """A kernel with all that it is compiled for settled: takes addresses that are multiples of 16, and floats, and asks for no more."""
 
-    __slots__ = ("_after", "_before", "_between", "_boxes", "_kernel", "_run")
+    __slots__ = ("_after", "_before", "_between", "_boxes", "_compiled", "_kernel", "_run")
 
     def __init__(self, kernel: Any, compiled: _Compiled, grid: tuple[int, int, int], after: tuple[Any, ...], boxes: Sequence[Box]) -> None:
-        self._kernel, self._run, self._before, self._between, self._after = kernel, compiled.run, grid, compiled.between, after
+        self._kernel, self._compiled, self._run = kernel, compiled, compiled.run
+        self._before, self._between, self._after = grid, compiled.between, after
         self._boxes = [*zip(boxes, compiled.boxes, strict=True)]
 
     @property
@@ -149,10 +152,13 @@ class Ready:
         compiled.run(x, y, z, stream, *compiled.between, *values, *decided.numbers, *self._nothings)
 
     def settled(self, grid: tuple[int, ...], args: tuple[Any, ...], decided: Decided) -> Settled | None:
-        """What launches arguments of these kinds at other addresses, all multiples of 16; None where that is not all to be known."""
+        """What launches arguments of these kinds at other addresses, all multiples of 16; None where that is not all to be known.
+
+        An int would have to be of the same kind too: none is taken.
+        """
         kinds, _ = sort(args[len(decided.boxes) :])
         compiled = self._compiled.get((*kinds, *decided.kinds))
-        if compiled is None or torch.version.hip is not None or any([type(kind) is tuple for kind in kinds]):
+        if compiled is None or torch.version.hip is not None or any(isinstance(kind, tuple | int) for kind in kinds):
             return None
         x, y, z = (*grid, 1, 1)[:3]
         return Settled(self._kernel, compiled, (x, y, z), (*decided.numbers, *self._nothings), decided.boxes)
@@ -169,7 +175,7 @@ class Ready:
         if len(self._compiled) >= MOST:
             self._compiled.clear()
         launcher = launcher_of_encoded(compiled, boxes) if boxes else compiled.run
-        self._compiled[key] = _Compiled(*past_python(launcher, compiled.function, compiled.packed_metadata), metadata)
+        self._compiled[key] = _Compiled(compiled, *past_python(launcher, compiled.function, compiled.packed_metadata), metadata)
 
 
 def past_python(launcher: Any, function: Any, packed: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:

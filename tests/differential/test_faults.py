@@ -128,6 +128,14 @@ def test_rounding_is_not_put_down_to_swapped_heads(faulty):
     assert "holds the attention" not in verdict.findings[0].sentence
 
 
+def test_an_lse_that_is_right_is_not_put_down_to_another_layout(faulty):
+    """Of one token, [T, H] and [H, T] are the same memory; here only FlashMLA's gate on the cosine is missed."""
+    problem = DecodeProblem.draw(DecodeCase(num_heads=8, seq_lens=(212,), data="flashmla"))
+    verdict = judge(problem, "fault-fp8-p")
+    assert verdict.kind == "accuracy", verdict
+    assert verdict.findings[0].sentence.startswith("out has a cosine difference")
+
+
 def test_a_skipped_last_page_is_named(faulty):
     for page_size, kind in ((16, "accuracy"), (1, "mask")):
         verdict = judge(DecodeProblem.draw(DecodeCase(num_heads=2, seq_lens=(20, 40), page_size=page_size)), "fault-last-page")

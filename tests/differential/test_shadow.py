@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import random
+import re
 import time
 
 import pytest
@@ -119,8 +120,39 @@ def test_the_share_is_a_share():
     gaps = [watcher._gap() for _ in range(5000)]
     assert min(gaps) == 1
     assert sum(gaps) / len(gaps) == pytest.approx(50, rel=0.1)
-    with pytest.raises(ValueError, match="share must be above 0"):
-        Shadow(share=0)
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ({"share": 0}, "share must be above 0 and at most 1, got 0"),
+        ({"share": "some"}, "share must be above 0 and at most 1, got 'some'"),
+        ({"per_second": 0}, "per_second must be above 0, got 0"),
+        ({"max_bytes": -1}, "max_bytes must be an int of at least 1, got -1"),
+        ({"most_repros": 1.5}, "most_repros must be an int of at least 0, got 1.5"),
+        ({"second": "tritn"}, "second must be auto or the name of a registered backend, got 'tritn'"),
+    ],
+)
+def test_an_argument_that_makes_no_sense_is_refused_at_once(argument, words):
+    """Not at the first sample, in the middle of an engine's step."""
+    with pytest.raises(ValueError, match=re.escape(words)):
+        Shadow(**argument)
+
+
+def test_a_second_backend_that_fails_is_no_failure_of_the_call(faulty, caplog):
+    watcher = Shadow("fault-raises", share=1.0, per_second=1e9)
+    inputs, _ = decode(watcher.watch(faulty["fault-sound"]), DecodeCase(num_heads=2, seq_lens=(70,)))
+    assert bool(inputs.out.isfinite().all())
+    assert watcher.drain().skipped == {"fault-raises failed: AssertionError: too long": 1}
+    assert "no comparison of a decode, fault-raises failed" in caplog.text
+
+
+def test_a_place_that_can_not_be_written_is_said(faulty, tmp_path, caplog):
+    (tmp_path / "file").touch()
+    watcher = Shadow("reference", share=1.0, per_second=1e9, save=tmp_path / "file" / "repros")
+    decode(watcher.watch(faulty["fault-scale"]), DecodeCase(num_heads=2, seq_lens=(5,)))
+    assert watcher.drain().wrong == {"fault-scale": 1}
+    assert "nothing was saved to" in caplog.text
 
 
 def test_the_watched_result_is_untouched(faulty):

@@ -13,7 +13,6 @@ import pytest
 import torch
 from mutations import without_barriers, without_waits_before
 
-from dualmla import selection
 from dualmla.differential.emulated_grid import DECODES, LAYERS, MERGES, PREFILLS, REPLAYS, WRITES, for_chip
 from dualmla.differential.hazards import REPLICATED
 from dualmla.differential.judge import judge
@@ -26,16 +25,6 @@ from dualmla_kernels.decode import mla_decode
 pytest.importorskip("triton")
 GFX942, GFX950 = "gfx942", "gfx950"
 SLOW = Mode(turn=8, delayed=True, watch_lds=True)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def registry():
-    """What a test registers is forgotten."""
-    before = dict(selection._registry)
-    yield
-    selection._registry.clear()
-    selection._registry.update(before)
-    selection._candidates.cache_clear()
 
 
 def judged(problem, arch):
