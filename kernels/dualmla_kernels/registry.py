@@ -29,7 +29,6 @@ MOVE_ROWS = (*MULTIPLY, decode_kernel._combine, merge_states._merge)
 KNOWN_FAULTS = {
     ("sm_90", "decode", "decode, 128 heads, *"): "64 rows of accumulators fill the registers, and smaller tiles would do without wgmma",
     ("sm_90", "decode_pairs", "*"): "addresses of operands; in the loops over tiles one is read once a pair",
-    ("gfx90a", "decode", "*float8*"): "float8 is converted in software",
 }
 """(chip, kernel, pattern of cases) whose code breaks a gate, and why."""
 
@@ -81,7 +80,7 @@ def _matrix_instruction(launch: Launch, target: Target) -> str | None:
 
 
 def _cases(target: Target, quick: bool) -> Iterator[tuple[str, Callable[[], None]]]:
-    float8 = torch.float8_e4m3fnuz if target.arch in ("gfx90a", "gfx942") else torch.float8_e4m3fn
+    float8 = torch.float8_e4m3fnuz if target.arch == "gfx942" else torch.float8_e4m3fn
     for heads in (16, 128):
         yield f"decode, {heads} heads", partial(_decode, heads)
         yield f"decode, {heads} heads, page size 1", partial(_decode, heads, page_size=1)

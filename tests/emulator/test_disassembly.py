@@ -66,7 +66,8 @@ for number, item in enumerate(registered(CHIPS[sys.argv[1]], quick=True)):
 
 
 @pytest.mark.skipif(OBJDUMP is None, reason="llvm-objdump of LLVM 21 or 22 is not here; `apt-get install llvm-22` brings it")
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+# beside the static gates of the chip, which compile the same kernels
+@pytest.mark.parametrize("arch", [pytest.param(arch, marks=pytest.mark.xdist_group(f"gates of {arch}")) for arch in ("gfx942", "gfx950")])
 def test_decoding_of_our_kernels_agrees_with_llvm(arch, tmp_path):
     """Compiled in a process where nothing is interpreted; and each of their instructions can be run."""
     pytest.importorskip("triton")
