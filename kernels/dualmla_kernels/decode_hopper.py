@@ -1,6 +1,6 @@
 """Absorbed MLA decode for Hopper in Gluon: 64 rows a program, two math warpgroups half a step apart and one warp that copies.
 
-The mathematics, the plan and the shapes are those of decode.py, for D = kv_lora_rank 512, R = rope 64, two-byte numbers and
+The mathematics, the plan and the shapes are those of decode_kernel.py, for D = kv_lora_rank 512, R = rope 64, two-byte numbers and
 pages of whole tiles. A tile is 64 keys, and a pair of tiles is in shared memory. Each warpgroup scores one tile of the pair
 and then adds both tiles into its half of the output's columns:
 
