@@ -87,7 +87,8 @@ def check(
         total = None if cases is None else len(draws) + cases
         titles.append(f"{'' if cases is None else f'{cases} '}random cases of seed {seed}")
     problems = itertools.chain(draws, itertools.islice(random_problems(seed), cases)) if asked_random else draws
-    usual = default_jobs(total) if {*wanted} <= {"quick", "emulated"} else 1  # a problem of the others grows to gigabytes
+    small = {*wanted} <= {"quick", "emulated"}  # a problem of the others grows to gigabytes, and to minutes of a CPU
+    usual = default_jobs(total) if small else 1
     plan = Plan(
         backends=names,
         device="cpu" if emulate else device or default_device(),
@@ -95,7 +96,7 @@ def check(
         load=tuple(load or ()),
         seconds=time,
         save=save_failures,
-        limit=600.0 if emulate else 120.0,  # the emulator and each kernel are compiled when they are first needed
+        limit=600.0 if emulate or not small else 120.0,  # the emulator and each kernel are compiled when they are first needed
         jobs=min(jobs or usual, total or usual),
     )
     console = open_console()
