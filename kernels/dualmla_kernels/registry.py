@@ -27,7 +27,7 @@ MOVE_ROWS = (*MULTIPLY, decode_kernel._combine, merge_states._merge)
 """Kernels whose time goes with the bytes they read, which are to come 16 at a time."""
 
 KNOWN_FAULTS = {
-    ("gfx942", "decode", "decode, 128 heads, page size 64, cache over 2 GiB"): "with Triton 3.9 one register is kept in another",
+    ("gfx942", "decode", "decode, 128 heads, page size 64, cache over 2 GiB"): "one register is kept in another one, with Triton 3.9",
     ("sm_90", "decode", "decode, 128 heads, *"): "64 rows of accumulators fill the registers, and smaller tiles would do without wgmma",
     ("sm_90", "decode_pairs", "*"): "addresses of operands; in the loops over tiles one is read once a pair",
 }
