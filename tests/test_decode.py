@@ -89,7 +89,7 @@ def test_scores_far_above_those_of_the_last_keys(dtype: torch.dtype, splits: int
 
 @pytest.mark.parametrize("splits", [None, 1, 2])
 def test_scores_far_above_those_of_the_first_keys(splits: int | None, device: torch.device, backend: str) -> None:
-    """By more than 2^64, over a float8 cache, whose first tile's maximum serves the others too as long as it will do."""
+    """By more than 2^64, over a float8 cache: what was added up before them has to become nothing."""
     float8 = next(dtype for dtype in FP8 if takes_float8(device, dtype))
     case = DecodeCase(num_heads=3, seq_lens=(300, 64, 129), page_size=64, kv_cache_dtype=float8, num_kv_splits=splits, softmax_scale=1.0)
     inputs = make_decode_inputs(case, device)

@@ -57,7 +57,8 @@ def check(
 ) -> None:
     """Hold a backend against float64, and against another one, case by case.
 
-    A wrong result is named by the contract it breaks and shrunk to a small case. Exit status: 0 agree, 1 disagree, 2 could not run.
+    A wrong result is named by the contract it breaks and shrunk to a small case. Exit status: 0 agree, 1 disagree, 2 could not run
+    or was interrupted before anything disagreed.
     """
     import itertools
 

@@ -178,7 +178,7 @@ def _launches(
     config = decode_config(_config_rows(heads, max_query_len, 1 if fixed else None), q.dtype, device, kv_cache.dtype.itemsize == 1)
     grid, partial_rows = (_groups(heads, max_query_len, config), parts), _groups(heads, max_query_len, config) * config.block_m
     exact, pdl = target.platform == "cpu", _dependent_launch(target)
-    options = {"launch_pdl": True} if pdl else {}
+    launched_early = {"launch_pdl": True} if pdl else {}
     strides = (out.stride(0), out.stride(1), *(lse_strides or (0, 0)))
     pairs = config.pairs and HAS_GLUON and alignment == 16
     if pairs:
@@ -202,7 +202,7 @@ def _launches(
         Prepared(
             _combine, (heads * max_query_len, min(most_splits - first, MOST_PARTS), rank // block_d), device,
             (partial_rows, num_reqs, num_tokens, *strides),
-            H=heads, D=rank, BS=block_s, BD=block_d, PDL=pdl, EXACT=exact, num_warps=4, **options,
+            H=heads, D=rank, BS=block_s, BD=block_d, PDL=pdl, EXACT=exact, num_warps=4, **launched_early,
         )
         for first in range(0, most_splits, MOST_PARTS)
     ]  # fmt: skip
@@ -226,7 +226,7 @@ def mla_decode(
     num_kv_splits: int | None = None,
     plan: SplitPlan | None = None,
 ) -> None:
-    """Write `out` and `lse`; shapes as in the module's docstring, arguments trusted.
+    """Write `out` and `lse`; shapes as in decode_kernel.py, arguments trusted.
 
     Arguments:
         max_query_len: an upper bound of the query lengths, known on the host.

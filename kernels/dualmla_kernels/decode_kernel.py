@@ -11,7 +11,7 @@ and at the end out = acc / l * k_scale, lse = (m + log2 l) ln 2. A row that has 
 l = 0: 0 and -inf.
 
 Programs walk the pieces of a split plan (plan.py). A request in one piece is written directly; the pieces of a split one
-are left in fp32 as out and base-2 lse, and `combine` weighs them by 2^(lse - max lse). It also writes the padding.
+are left in fp32 as out and base-2 lse, and `_combine` weighs them by 2^(lse - max lse). It also writes the padding.
 
 Shapes: T tokens, H heads, D = kv_lora_rank, R = qk_rope_head_dim.
     q [T, H, D + R], kv_cache [num_pages, PAGE, D + R], block_table int32 [num_reqs, max_pages], seq_lens int32 [num_reqs],

@@ -202,7 +202,7 @@ def prefill_config(max_seqlen_q: int, head_dims: int, dtype: torch.dtype, target
         rows, warps = (64, 4) if platform == "hip" else (16, 8)
         return PrefillConfig(block_m=rows, block_n=32, stages=1, warps=warps, group=8)
     if platform == "hip":
-        # as compiled for gfx942: 238 registers and none spilled; 64 keys spill, with four warps or eight
+        # as compiled for gfx942: 320 registers at most and none spilled; 64 keys spill, with four warps or eight
         return PrefillConfig(block_m=64 if short else 128, block_n=32, stages=1, warps=4, group=8)
     if short:
         return PrefillConfig(block_m=64, block_n=64, stages=2, warps=4, group=8)
