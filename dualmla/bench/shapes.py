@@ -13,7 +13,7 @@ from dualmla.config import COMPUTE_DTYPES, FLOAT8_DTYPES
 from dualmla.testing import DecodeCase, PrefillCase
 from dualmla.testing.cases import short_dtype
 from dualmla.testing.timed import DECODE_SEED, PREFILL_SEED, TIMED_GRIDS, TimedCase, ragged, timed_grid
-from dualmla.validation import checked_device, device_float8, float8_refusal
+from dualmla.validation import device_float8, float8_refusal
 
 OPERATIONS = ("decode", "prefill")
 
@@ -43,22 +43,6 @@ class Asked:
     page_size: Sequence[int] = ()
     dtype: str = ""
     kv_dtype: str = ""
-
-
-def bench_device(name: str) -> torch.device:
-    """The device of `--device`.
-
-    Raises:
-        ValueError: it is none, or not here.
-    """
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"--device must be cpu, cuda or cuda:N, got {name!r}") from error
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not (device.index or 0) < count):
-        raise ValueError(f"--device must be cpu, cuda or cuda:N, of {count} GPUs here, got {name!r}")
-    return checked_device(device)
 
 
 def asked_cases(asked: Asked, grid: str | None, device: torch.device) -> list[TimedCase]:

@@ -143,9 +143,10 @@ def _run_bench(
     from dualmla.bench.clock import Clock
     from dualmla.bench.peers import load_peers
     from dualmla.bench.run import run_bench
-    from dualmla.bench.shapes import asked_cases, bench_device
+    from dualmla.bench.shapes import asked_cases
+    from dualmla.validation import checked_device
 
-    place = bench_device(device)
+    place = checked_device(device)
     cases = asked_cases(asked, grid, place)
     load_files(load or ())
     subjects, absent = chosen(backends, load_peers(peers) if peers else [], cases[0].case, place)
