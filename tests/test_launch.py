@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -241,6 +242,23 @@ def test_other_arguments_go_triton_s_way(recorder: Recorder) -> None:
         launch(constant_first, (1,), DEVICE, 64, x, num_warps=4)
         launch(scale_rows, (1,), DEVICE, x, x, 0.5, 2, 64, 64, num_warps=4)
     assert recorder.plain == 4
+
+
+def test_interpreted_kernels_are_triton_s(recorder: Recorder) -> None:
+    """With TRITON_INTERPRET=1 they are so from the start, on tensors of a GPU too: nothing is compiled that could be remembered."""
+    ran: list[tuple[Any, ...]] = []
+
+    class Interpreted(InterpretedFunction):
+        def run(self, *args: Any, grid: tuple[int, ...], warmup: bool, **kwargs: Any) -> None:
+            ran.append((grid, args, kwargs))
+
+    x = torch.zeros(2, 64)
+    prepared = Prepared(Interpreted(scale_rows.fn), (3,), DEVICE, (2, 64), SIZE=64, num_warps=4)
+    for _ in range(2):
+        prepared(x, x, 0.5)
+        assert prepared.settled(x, x, 0.5) is None
+    assert ran == [((3,), (x, x, 0.5, 2, 64), {"SIZE": 64, "num_warps": 4})] * 2
+    assert recorder.launches == []
 
 
 def hear(*_: Any, **__: Any) -> None:

@@ -132,7 +132,8 @@ class Ready:
 
     def __init__(self, kernel: Any, device_index: int, constants: dict[str, Any]) -> None:
         self._kernel, self._device_index, self._constants = kernel, device_index, constants
-        self._nothings = (None,) * len(kernel.constexprs)  # for the constants, which are compiled in
+        # for the constants, which are compiled in; a kernel that Triton interprets (TRITON_INTERPRET=1) does not tell them
+        self._nothings = (None,) * len(getattr(kernel, "constexprs", ()))
         self._compiled: dict[tuple[Any, ...], _Compiled] = {}
 
     def launch(self, grid: tuple[int, ...], args: tuple[Any, ...], decided: Decided = NOTHING) -> None:
