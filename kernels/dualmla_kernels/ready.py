@@ -157,9 +157,11 @@ class Ready:
 
         An int would have to be of the same kind too: none is taken.
         """
+        if torch.version.hip is not None:  # asked at every launch there
+            return None
         kinds, _ = sort(args[len(decided.boxes) :])
         compiled = self._compiled.get((*kinds, *decided.kinds))
-        if compiled is None or torch.version.hip is not None or any(isinstance(kind, tuple | int) for kind in kinds):
+        if compiled is None or any(isinstance(kind, tuple | int) or kind is bool for kind in kinds):
             return None
         x, y, z = (*grid, 1, 1)[:3]
         return Settled(self._kernel, compiled, (x, y, z), (*decided.numbers, *self._nothings), decided.boxes)
