@@ -84,13 +84,12 @@ def mla_decode(
         arguments = (meta.handle, rank, softmax_scale, causal, return_lse, *scale_arguments(k_scale), num_kv_splits, out, backend)
         return _given(out, torch.ops.dualmla.mla_decode(q, kv_cache, *arguments))
     looks = look(q), look(kv_cache), look(out)
-    if not isinstance(meta, MLAMetadata) or looks not in meta.accepted:
-        accepted = _check_decode(q, kv_cache, meta, out)
-        if len(meta.accepted) == MOST_ACCEPTED:
+    if not isinstance(meta, MLAMetadata) or not (rank := meta.accepted.get(looks, 0)):
+        rank = _check_decode(q, kv_cache, meta, out)
+        if len(meta.accepted) >= MOST_ACCEPTED:
             meta.accepted.clear()
-        meta.accepted[looks] = accepted
+        meta.accepted[looks] = rank
     meta.check_current()
-    rank = meta.accepted[looks]
     (tokens, heads, _), device = q.shape, q.device
     check_contents(meta, tokens, kv_cache.shape[0])
     scale = check_scale("softmax_scale", softmax_scale)
@@ -174,7 +173,7 @@ def mla_prefill(
     looks = look(q), look(k), look(v), look(cu_seqlens_q), look(cu_seqlens_k), look(out)
     if looks not in _accepted_prefills:
         _check_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k, out)
-        if len(_accepted_prefills) == MOST_ACCEPTED:
+        if len(_accepted_prefills) >= MOST_ACCEPTED:
             _accepted_prefills.clear()
         _accepted_prefills.add(looks)
     max_seqlen_q, max_seqlen_k = check_count("max_seqlen_q", max_seqlen_q), check_count("max_seqlen_k", max_seqlen_k)

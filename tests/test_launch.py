@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -243,6 +244,23 @@ def test_other_arguments_go_triton_s_way(recorder: Recorder) -> None:
     assert recorder.plain == 4
 
 
+def test_interpreted_kernels_are_triton_s(recorder: Recorder) -> None:
+    """With TRITON_INTERPRET=1 they are so from the start, on tensors of a GPU too: nothing is compiled that could be remembered."""
+    ran: list[tuple[Any, ...]] = []
+
+    class Interpreted(InterpretedFunction):
+        def run(self, *args: Any, grid: tuple[int, ...], warmup: bool, **kwargs: Any) -> None:
+            ran.append((grid, args, kwargs))
+
+    x = torch.zeros(2, 64)
+    prepared = Prepared(Interpreted(scale_rows.fn), (3,), DEVICE, (2, 64), SIZE=64, num_warps=4)
+    for _ in range(2):
+        prepared(x, x, 0.5)
+        assert prepared.settled(x, x, 0.5) is None
+    assert ran == [((3,), (x, x, 0.5, 2, 64), {"SIZE": 64, "num_warps": 4})] * 2
+    assert recorder.launches == []
+
+
 def hear(*_: Any, **__: Any) -> None:
     """What a profiler adds."""
 
@@ -342,12 +360,13 @@ def test_what_can_be_settled(recorder: Recorder, monkeypatch: pytest.MonkeyPatch
     prepared(x, x, 0.5)
     settled(recorder.get_current_stream(0), x.data_ptr(), x.data_ptr(), 0.5)
     assert recorder.launches[-1] == recorder.launches[-2]
-    for factor in (1, 2, 2**40):
+    for factor in (1, 2, 2**40, True):
         prepared(x, x, factor)
         assert prepared.settled(x, x, factor) is None, "the kernel is compiled for the number"
     assert Prepared(scale_rows, (3,), torch.device("meta"), (2, 64), SIZE=64).settled(x, x, 0.5) is None
     monkeypatch.setattr(torch.version, "hip", "7.0")
     prepared(x, x, 0.5)
+    monkeypatch.setattr(ready, "sort", lambda _: pytest.fail("arguments are sorted for an answer that is known"))
     assert prepared.settled(x, x, 0.5) is None
 
 

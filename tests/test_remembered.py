@@ -159,6 +159,25 @@ def test_what_is_not_aligned_is_not_copied_by_tma() -> None:
     assert kernels == ["_decode_pairs", "_decode", "_decode_pairs"]
 
 
+@pytest.mark.parametrize(
+    ("q", "kv_cache"),
+    [
+        (empty(4, 128, 576), empty(0, 64, 576)),
+        (empty(4, 128, 576), empty(9, 128, 576)[:0, :64]),
+        (empty(0, 128, 576), empty(9, 64, 576)),
+        (empty(4, 128, 576), empty(1, 1, 576).expand(9, 64, 576)),
+        (empty(1, 1, 576).expand(4, 128, 576), empty(9, 64, 576)),
+    ],
+    ids=["no pages", "no pages of others", "no tokens", "one row in all slots", "one query in all rows"],
+)
+def test_what_has_no_box_is_not_copied_by_tma(q: torch.Tensor, kv_cache: torch.Tensor) -> None:
+    """Nothing, or the same row again: what memory has to be like for the faster kernel is no condition of a decode."""
+    layouts = [(x.shape, x.stride(), x.dtype) for x in (q, kv_cache, empty(q.shape[0], 128, 512))]
+    with launches_on(CHIPS["sm_90"]):
+        launches = decode._launches(META, CHIPS["sm_90"], *layouts, (4, 1), 8, 4, 1, (100, 3, 198, 128), True, False, 16)
+    assert launches.decode.kernel.__name__ == "_decode"
+
+
 def expanded(x: torch.Tensor) -> torch.Tensor:
     return x[:1].expand(x.shape)
 
@@ -282,3 +301,17 @@ def test_what_is_accepted_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         more = {name: torch.rand(tokens + 3, *prefills[name].shape[1:]) for name in ("q", "k", "v")}
         dualmla.mla_prefill(**prefills | more | {"out": None})
         assert 0 < len(accepted) <= 2
+
+
+def test_what_is_accepted_is_bounded_though_threads_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that each saw room for one more have left one too many; one may forget what another has just found right."""
+    monkeypatch.setattr("dualmla.ops.MOST_ACCEPTED", 2)
+    accepted: set[object] = {1, 2, 3}
+    monkeypatch.setattr("dualmla.ops._accepted_prefills", accepted)
+    given = decode_arguments()
+    given["meta"].accepted |= {1: 32, 2: 32, 3: 32}
+    dualmla.mla_decode(**given)
+    dualmla.mla_prefill(**prefill_arguments())
+    assert len(given["meta"].accepted) == len(accepted) == 1
+    monkeypatch.setattr(dualmla.MLAMetadata, "check_current", lambda meta: meta.accepted.clear())
+    dualmla.mla_decode(**given)

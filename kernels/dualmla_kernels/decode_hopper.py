@@ -443,8 +443,8 @@ def fits(q: torch.Tensor, kv_cache: torch.Tensor, rank: int) -> bool:
     """Whether `_decode_pairs` can do a decode; what it can't do `_decode` does.
 
     The tiles are of 512 + 64 two-byte numbers, cache and queries alike (a float8 cache would have to be converted on its way
-    into the products, past shared memory). TMA copies boxes: a tile has to lie in one page, the (token, head) pairs at equal
-    distances, the pages at whole numbers of rows, and everything at multiples of 16 bytes.
+    into the products, past shared memory). TMA copies boxes out of what is not empty: a tile has to lie in one page, the (token,
+    head) pairs at equal distances, the pages at whole numbers of rows, rows apart, and everything at multiples of 16 bytes.
     """
     tokens, heads, _ = q.shape
     row, page = kv_cache.stride(1), kv_cache.stride(0)
@@ -454,6 +454,10 @@ def fits(q: torch.Tensor, kv_cache: torch.Tensor, rank: int) -> bool:
         and q.dtype.itemsize == 2
         and kv_cache.dtype == q.dtype
         and kv_cache.shape[1] % TILE == 0
+        and tokens > 0
+        and kv_cache.shape[0] > 0
+        and q.stride(1) > 0
+        and row > 0
         and (tokens == 1 or q.stride(0) == heads * q.stride(1))
         and page % row == 0
         and q.stride(1) % 8 == 0

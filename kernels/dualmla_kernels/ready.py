@@ -132,7 +132,8 @@ class Ready:
 
     def __init__(self, kernel: Any, device_index: int, constants: dict[str, Any]) -> None:
         self._kernel, self._device_index, self._constants = kernel, device_index, constants
-        self._nothings = (None,) * len(kernel.constexprs)  # for the constants, which are compiled in
+        # for the constants, which are compiled in; a kernel that Triton interprets (TRITON_INTERPRET=1) does not tell them
+        self._nothings = (None,) * len(getattr(kernel, "constexprs", ()))
         self._compiled: dict[tuple[Any, ...], _Compiled] = {}
 
     def launch(self, grid: tuple[int, ...], args: tuple[Any, ...], decided: Decided = NOTHING) -> None:
@@ -156,9 +157,11 @@ class Ready:
 
         An int would have to be of the same kind too: none is taken.
         """
+        if torch.version.hip is not None:  # asked at every launch there
+            return None
         kinds, _ = sort(args[len(decided.boxes) :])
         compiled = self._compiled.get((*kinds, *decided.kinds))
-        if compiled is None or torch.version.hip is not None or any(isinstance(kind, tuple | int) for kind in kinds):
+        if compiled is None or any(isinstance(kind, tuple | int) or kind is bool for kind in kinds):
             return None
         x, y, z = (*grid, 1, 1)[:3]
         return Settled(self._kernel, compiled, (x, y, z), (*decided.numbers, *self._nothings), decided.boxes)
