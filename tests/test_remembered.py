@@ -15,7 +15,7 @@ import dualmla
 
 pytest.importorskip("triton")
 
-from dualmla_kernels import decode, metadata, prefill
+from dualmla_kernels import decode, launch, metadata, prefill
 from dualmla_kernels.plan import SplitPlan
 from dualmla_kernels.target import CHIPS, launches_on
 
@@ -176,6 +176,18 @@ def test_what_has_no_box_is_not_copied_by_tma(q: torch.Tensor, kv_cache: torch.T
     with launches_on(CHIPS["sm_90"]):
         launches = decode._launches(META, CHIPS["sm_90"], *layouts, (4, 1), 8, 4, 1, (100, 3, 198, 128), True, False, 16)
     assert launches.decode.kernel.__name__ == "_decode"
+
+
+def test_what_is_remembered_while_another_thread_interprets() -> None:
+    """The kernels themselves, though their names stand for interpreted twins then."""
+    for call, memory in ((decoded, decode._launches), (prefilled, prefill._prepare), (described, metadata._prepare)):
+        memory.cache_clear()
+        with launch._interpreting(), launches_on(CHIPS["gfx942"]) as meanwhile:
+            call()
+        memory.cache_clear()
+        with launches_on(CHIPS["gfx942"]) as anew:
+            call()
+        assert [one.kernel for one in meanwhile] == [one.kernel for one in anew]
 
 
 def expanded(x: torch.Tensor) -> torch.Tensor:

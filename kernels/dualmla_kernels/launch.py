@@ -52,9 +52,9 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
         with _interpreter_lock, _interpreting():
             _interpreted(kernel)[grid](*args, **kwargs)
     elif kind == "meta":
-        note(Launch(kernel, grid, args, kwargs))
+        note(Launch(_compiled(kernel), grid, args, kwargs))
     else:
-        _launch_on(device, _ready_for(kernel, device, kwargs), grid, args)
+        _launch_on(device, _ready_for(_compiled(kernel), device, kwargs), grid, args)
 
 
 class Prepared:
@@ -76,9 +76,9 @@ class Prepared:
         /,
         **constants: Any,
     ) -> None:
-        self.kernel, self._grid, self._device, self._constants = kernel, grid, device, constants
+        self.kernel, self._grid, self._device, self._constants = _compiled(kernel), grid, device, constants
         self._decided = Decided(numbers, boxes)
-        self._ready = _ready_for(kernel, device, constants) if device.type == "cuda" else None
+        self._ready = _ready_for(self.kernel, device, constants) if device.type == "cuda" else None
 
     def __call__(self, *inputs: Any) -> None:
         """Launch it with these inputs: tensors, floats, None."""
@@ -145,7 +145,16 @@ def next_power_of_2(n: int) -> int:
 
 def _interpreted(function: Any) -> Any:
     """The interpreted twin of a `@triton.jit` function; the function itself where it is one (TRITON_INTERPRET=1)."""
-    return _twin(function.fn) if isinstance(function, JITFunction) else function
+    if not isinstance(function, JITFunction):
+        return function
+    twin = _twin(function.fn)
+    twin.compiled = function
+    return twin
+
+
+def _compiled(kernel: Any) -> Any:
+    """What a twin is the twin of, else the kernel itself: while another thread interprets, names of kernels stand for twins."""
+    return getattr(kernel, "compiled", kernel)
 
 
 @functools.cache
