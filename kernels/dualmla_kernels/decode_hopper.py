@@ -392,7 +392,7 @@ def _decode_pairs(
 ):  # fmt: skip
     """Program (group, part), as `_decode`: the pieces of `part`, each of pairs of tiles, for rows `64 group` on of a request.
 
-    q_wide, q_narrow: q as [T * H, 576] by 256 and by 64 columns; kv_wide, kv_narrow: the cache as rows, `page_rows` from a page
+    q_wide, q_narrow: q as [T * H, 576] by 128 and by 64 columns; kv_wide, kv_narrow: the cache as rows, `page_rows` from a page
     to the next, likewise.
     """
     gdc_launch_dependents()  # the combine may be made ready from now on: it waits for the end of this kernel by itself
