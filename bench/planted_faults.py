@@ -71,18 +71,8 @@ def run(fault: Fault) -> Row:
     """The command, as a user types it, and what it wrote."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
-        command = [
-            sys.executable,
-            "-m",
-            "dualmla",
-            "check",
-            "--device",
-            "cpu",
-            "--load",
-            str(FAULTS_FILE),
-            "--backend",
-            f"fault-{fault.name}",
-        ]
+        check = [sys.executable, "-m", "dualmla", "check", "--device", "cpu"]
+        command = [*check, "--load", str(FAULTS_FILE), "--backend", f"fault-{fault.name}"]
         before, begin = _cpu_seconds(), time.perf_counter()
         done = subprocess.run(
             [*command, "--cases", str(CASES), "--save-failures", folder, "--json", str(report)], capture_output=True, text=True, check=False

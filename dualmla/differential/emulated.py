@@ -71,7 +71,9 @@ def know(backend: str | None) -> None:
     """Register the backends of an emulated chip with this process where `backend` is one of them; auto never picks them."""
     for arch in ARCHS:
         names = _names(arch)
-        for name, base in names.items() if backend in names else ():
+        if backend not in names:
+            continue
+        for name, base in names.items():
             if is_registered(name):
                 continue
             backend_cls: type[_Emulated] = type(base.__name__, (base,), {"name": name, "arch": arch})

@@ -33,14 +33,14 @@ def plan_decode(
         num_kv_splits: pieces of every request; None: equal shares of the device.
     """
     if num_kv_splits is not None:
-        config = decode_config(_config_rows(num_heads, max_query_len, num_kv_splits), dtype, seq_lens.device)
+        config = decode_config(_config_rows(num_heads, max_query_len, fixed=True), dtype, seq_lens.device)
         return fixed_plan(seq_lens, splits=num_kv_splits, tile=config.tile)
     return balanced_plan(seq_lens, plan_shape(num_heads, max_query_len, dtype, seq_lens.device, float8))
 
 
 def plan_shape(num_heads: int, max_query_len: int, dtype: torch.dtype, device: torch.device, float8: bool = False) -> PlanShape:
     """What a balanced plan for these decodes is made for: host numbers alone, so that a captured launch stays right."""
-    rows = _config_rows(num_heads, max_query_len, None)
+    rows = _config_rows(num_heads, max_query_len, fixed=False)
     config = decode_config(rows, dtype, device, float8)
     tile = decode_config(rows, dtype, device).tile  # float8 or not, so that one plan does for both
     return PlanShape(parts=max(config.programs // _groups(num_heads, max_query_len, config), 1), tile=tile)
@@ -53,7 +53,7 @@ def scratch_bytes(
 
     A program splits at most two requests, the first and the last of its share: two partial results of `block_m` rows.
     """
-    config = decode_config(_config_rows(num_heads, max_query_len, None), dtype, device, float8)
+    config = decode_config(_config_rows(num_heads, max_query_len, fixed=False), dtype, device, float8)
     partial = 2 * config.programs * config.block_m * (kv_lora_rank + 1) * 4
     return partial + (num_reqs + config.programs) * (4 + 3 + 1) * 4
 
@@ -63,9 +63,9 @@ def _groups(num_heads: int, max_query_len: int, config: DecodeConfig) -> int:
     return cdiv(num_heads * max_query_len, config.block_m)
 
 
-def _config_rows(num_heads: int, max_query_len: int, num_kv_splits: int | None) -> int:
+def _config_rows(num_heads: int, max_query_len: int, *, fixed: bool) -> int:
     """Rows that the configuration is chosen by. A fixed split promises a row the same bits whatever else is in the batch."""
-    return num_heads * (max_query_len if num_kv_splits is None else 1)
+    return num_heads * (1 if fixed else max_query_len)
 
 
 def _combine_shape(parts: int, num_reqs: int, rank: int) -> tuple[int, int]:
@@ -175,8 +175,9 @@ def _launches(
     q, kv_cache, out = without_memory(of_q), without_memory(of_cache), without_memory(of_out)
     (parts, most_splits, slots, tile), (num_tokens, heads, rank) = plan_counts, out.shape
     rope = q.shape[2] - rank
-    config = decode_config(_config_rows(heads, max_query_len, 1 if fixed else None), q.dtype, device, kv_cache.dtype.itemsize == 1)
-    grid, partial_rows = (_groups(heads, max_query_len, config), parts), _groups(heads, max_query_len, config) * config.block_m
+    config = decode_config(_config_rows(heads, max_query_len, fixed=fixed), q.dtype, device, kv_cache.dtype.itemsize == 1)
+    groups = _groups(heads, max_query_len, config)
+    grid, partial_rows = (groups, parts), groups * config.block_m
     exact, pdl = target.platform == "cpu", _dependent_launch(target)
     launched_early = {"launch_pdl": True} if pdl else {}
     strides = (out.stride(0), out.stride(1), *(lse_strides or (0, 0)))
